@@ -71,7 +71,7 @@ def _tree(folder: Path, repository: str, revision: str, model: str | None) -> tu
     sources = (*SHIPPED, *(PREFIX + name for name in BENCHMARKS))
     public = {name: one for name, one in released.eval.benchmarks.items() if one.source in sources}
     left_out = sorted(released.eval.benchmarks.keys() - public.keys())
-    alone = replace(method, secondary=[], calibration=None)
+    alone = replace(method, secondary=[])
     methods = {method.draft: alone} | ({"-".join(method.sources): method} if method.secondary else {})
     drafts = {method.draft: saved.config, **saved.secondary}
     settings = released.eval.model_dump(mode="json", exclude={"benchmarks"})

@@ -2,13 +2,12 @@
 
 python eval/tune.py RECIPE [--method NAME]
 
-Measured: the target's time for verifying n tokens, a draft forward's for w nodes, and what a round costs beside them.
-Replayed: the target's own answers to tuning prompts (held-out dialogues that no benchmark of the recipe uses, at
-all of its temperatures). At every place the draft grows one large tree; every smaller one is a selection of its
-candidates, so how far each would have been accepted there is counted, not estimated (pipeline/decoding/replay.py).
-Least predicted time a token wins. Where a draft has secondary sources, what all scores are worth is counted on the
-same answers first. What was chosen, and what was measured, is written to eval/tuned.json of the run: eval/main.py
-measures it beside the recipe's tree and releases the faster one.
+Counted: tau of every tree along the target's own answers to calibration prompts (held-out dialogues that no benchmark
+of the recipe uses, at all of its temperatures). At every place the draft grows one large tree; every smaller one is a
+selection of its candidates, so how far each would have been accepted there is no estimate (decoding/replay.py).
+Timed: rounds of about a dozen trees, in turns with plain decoding; lines between them say what a round of any other
+tree takes. The tree with the largest tau for what its round takes wins. What was chosen, and what was measured, is
+written to eval/tuned.json of the run: eval/main.py measures it beside the recipe's tree and releases the faster one.
 """
 
 import argparse
@@ -20,90 +19,253 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not t
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
 
-from dataclasses import replace
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
+from scipy.optimize import nnls
 
-from eval.measure.harness import Answered, EvalTask, Harness
+from eval.measure.harness import PLAIN, Answered, EvalTask, Harness, pooled
 from eval.measure.prompts import load_prompts
 from eval.measure.tasks import digests_of, evaluation_lock, make_harness, tuned_for
-from eval.tuning.calibrate import Answer
-from eval.tuning.choose import Replays, largest, tune
-from eval.tuning.costs import measure_costs
+from pipeline.artifacts.provenance import provenance
 from pipeline.artifacts.reports import Row, origin_of, put_rows, read_tuned_trees
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_sealed
 from pipeline.basics.progress import Progress
 from pipeline.decoding import replay
-from pipeline.decoding.sources import Sources
+from pipeline.decoding.accept import Acceptance
+from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.generate import Generation
+from pipeline.decoding.method import LoadedMethod
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import HELDOUT, BenchmarkConfig
 from pipeline.running import entry
 
+TOP_K = (1, 2, 3, 4, 6, 8, 10)
+SIZES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128)
+TIMED = (2, 4, 8, 16, 32, 64, 128)  # nodes of the trees whose rounds are timed
+PROMPTS, TOKENS = 4, 64  # on whose answers, and on how much of each
+
+Rounds = dict[TreeConfig, float]  # what a round takes, in steps of plain decoding
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a tree is expected to do."""
+
+    tree: TreeConfig
+    tau: float
+    speedup: float  # over plain decoding
+
+    def __str__(self) -> str:
+        return f"{in_words(self.tree)}: tau {self.tau:.2f}, {self.speedup:.2f}x"
+
+
+def in_words(tree: TreeConfig) -> str:
+    levels = f", last {tree.parallel} levels from one forward" if tree.forwards < tree.depth else ""
+    return f"depth {tree.depth}, top-k {tree.top_k}, {tree.nodes} nodes{levels}"
+
+
+def choices(method: LoadedMethod, depth: int, nodes: int) -> list[TreeConfig]:
+    """All trees that its draft can grow, of at most so many levels and nodes."""
+    config, candidates, trees = method.draft.config, method.tree.candidates, []
+    for top_k, levels, size in product(TOP_K, range(1, depth + 1), SIZES):
+        for parallel in config.parallels(levels) if levels < size <= nodes else ():
+            tree = TreeConfig(depth=levels, top_k=top_k, nodes=size, parallel=parallel, candidates=candidates)
+            if size <= config.most(tree):
+                trees.append(tree)
+    return trees
+
+
+def sample(trees: list[TreeConfig]) -> list[TreeConfig]:
+    """About a dozen of them: of each of some sizes one with as few draft forwards as there can be; then the deepest
+    ones, narrow and wide, level by level and with several levels from one forward.
+    """
+    sizes = {*TIMED, max(tree.nodes for tree in trees)}
+    series: dict[int, list[TreeConfig]] = {}
+    deep: dict[tuple[int, bool], list[TreeConfig]] = {}
+    for tree in trees:
+        if tree.nodes in sizes:
+            series.setdefault(tree.nodes, []).append(tree)
+            if tree.top_k in (min(TOP_K), max(TOP_K)):
+                deep.setdefault((tree.top_k, tree.forwards < tree.depth), []).append(tree)
+    shallow = [min(alike, key=lambda tree: (tree.forwards, tree.depth, -tree.top_k)) for alike in series.values()]
+    deepest = [max(alike, key=lambda tree: (tree.depth, -tree.nodes)) for alike in deep.values()]
+    return list(dict.fromkeys([*shallow, *deepest]))
+
+
+def fit(rounds: Rounds) -> Callable[[TreeConfig], float]:
+    """What a round of any tree takes: interpolated between the numbers of nodes that were timed, and a line in the
+    draft's further forwards, in the nodes that these have, and in the further levels of the last one. No part is
+    negative, and the relative errors are least.
+    """
+    sizes = sorted({tree.nodes for tree in rounds})
+
+    def parts(tree: TreeConfig) -> list[float]:
+        further = tree.forwards - 1
+        nodes = [float(np.interp(tree.nodes, sizes, weights)) for weights in np.eye(len(sizes))]
+        return [*nodes, further, further * tree.top_k, tree.depth - tree.forwards]
+
+    relative = np.array([parts(tree) for tree in rounds]) / np.array([*rounds.values()])[:, None]
+    costs, _ = nnls(relative, np.ones(len(rounds)))
+    return lambda tree: float(np.dot(parts(tree), costs))
+
+
+def predict(trees: list[TreeConfig], counters: list[replay.Counter], rounds: Rounds) -> list[Prediction]:
+    """Every tree's prediction, fastest first."""
+    out, round_of = [], fit(rounds)
+    for tree in trees:
+        counts = Acceptance()
+        for counter in counters:
+            counts.merge(counter(tree))
+        out.append(Prediction(tree, counts.tau, counts.tau / round_of(tree)))
+    return sorted(out, key=lambda prediction: -prediction.speedup)
+
+
+# -- decoding --------------------------------------------------------------------------------------------------------
+
 
 def calibration_tasks(recipe: Recipe, count: int) -> list[EvalTask]:
     """First turns of the last held-out dialogues, which no benchmark uses. Raises PipelineError when there are none."""
     used = max([b.prompts or recipe.data.heldout_prompts for b in recipe.eval.benchmarks.values() if b.held_out] or [0])
-    found = load_prompts("calibration", BenchmarkConfig(source=HELDOUT), recipe)[used:][-count:]
-    if not found:
+    prompts = load_prompts("calibration", BenchmarkConfig(source=HELDOUT), recipe)[used:][-count:]
+    if not prompts:
         raise PipelineError(
             f"no held-out prompts are left to calibrate with: data.heldout_prompts={recipe.data.heldout_prompts}, of "
             f"which the benchmarks use {used}. Let them use fewer (eval.benchmarks.NAME.prompts)"
         )
-    firsts = [replace(prompt, turns=prompt.turns[:1]) for prompt in found]
+    firsts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
     return [EvalTask("calibration", prompt, t) for t in recipe.eval.temperatures for prompt in firsts]
 
 
-def replayed(harness: Harness, texts: list[Answered], depth: int) -> dict[str, Replays]:
-    """By method. The target, and each draft, goes along an answer once for all of them."""
-    methods = harness.methods
-    out = {name: Replays([], []) for name in methods}
+def replay_answers(
+    harness: Harness, texts: list[Answered], trees: dict[str, list[TreeConfig]]
+) -> dict[str, list[replay.Counter]]:
+    """By method, what its trees count along each answer. The target goes along an answer once for all of them."""
+    largest = {}
+    for name, method in harness.methods.items():
+        deepest, levels = (max(getattr(tree, key) for tree in trees[name]) for key in ("depth", "parallel"))
+        largest[name] = replay.largest_tree(deepest, max(TOP_K), method.tree.candidates, levels)
+    out: dict[str, list[replay.Counter]] = {name: [] for name in largest}
     with Progress("replay", len(texts), "answers") as progress:
         for text in texts:
-            tokens, begin = text.prompt + text.answer, len(text.prompt)
-            states = harness.states(tokens, [method.draft for method in methods.values()])
-            walks: dict[tuple, replay.Walk] = {}
-            for name, method in methods.items():
-                draft, tree = method.draft, largest(method, depth)
-                alone = draft.draft if isinstance(draft, Sources) else draft
-                if not alone.stepwise:
-                    out[name].counters.append(replay.counter(draft, states, tokens, begin, tree))
-                    continue
-                if (key := (alone.name, tree)) not in walks:
-                    walks[key] = replay.collect(alone, states, tokens, begin, tree)
-                if isinstance(draft, Sources):
-                    hybrid = replay.HybridText(draft, walks[key], tokens, begin)
-                    out[name].answers.append(Answer(hybrid, text.task.temperature, text.task.prompt.question_id))
-                else:
-                    out[name].counters.append(walks[key].counter())
+            tokens = text.prompt + text.answer
+            states = harness.states(tokens, [method.draft for method in harness.methods.values()])
+            for name, tree in largest.items():
+                draft = harness.methods[name].draft
+                out[name].append(replay.counter(draft, states, tokens, len(text.prompt), tree))
             progress.advance(1)
     return out
 
 
-def tune_methods(recipe: Recipe, names: list[str], prompts: int, depth: int, most_nodes: int) -> Path:
+def decode_in_turns(
+    recipe: Recipe, harness: Harness, methods: dict[str, LoadedMethod], tasks: list[EvalTask], title: str
+) -> tuple[dict[str, list[Generation]], bool]:
+    """Plain decoding's answers and each method's; whether the losslessness gate passed."""
+    trial, outcomes = Harness(recipe, harness.target, methods), []
+    with Progress(title, len(tasks), "prompts") as progress:
+        for task in tasks:
+            outcomes.append((task.benchmark, trial.decode(task)))
+            progress.advance(1)
+    records, gates, _ = pooled(outcomes)
+    answers = {name: [record.generation for record in records if record.method == name] for name in (PLAIN, *methods)}
+    return answers, all(gate.passed for gate in gates.values())
+
+
+def time_rounds(
+    recipe: Recipe, harness: Harness, method: LoadedMethod, trees: list[TreeConfig], tasks: list[EvalTask]
+) -> Rounds:
+    """Medians over answers: the machine's own speed drifts, so each is compared with plain decoding's beside it."""
+    config = recipe.eval
+    short = {"max_new_tokens": min(config.max_new_tokens, TOKENS), "warmups": 1, "gate_rounds": 1}
+    brief = recipe.model_copy(update={"eval": config.model_copy(update=short)})
+    prompts = list(dict.fromkeys(task.prompt for task in tasks))[:PROMPTS]
+    few = [task for task in tasks if task.prompt in prompts]
+    methods = {in_words(tree): LoadedMethod(method.draft, tree) for tree in trees}
+    answers, _ = decode_in_turns(brief, harness, methods, few, "time rounds")  # the tree that wins has to pass the gate
+    steps = [generation.seconds / (len(generation.tokens) - 1) for generation in answers[PLAIN]]
+    rounds: Rounds = {}
+    for tree in trees:
+        pairs = zip(answers[in_words(tree)], steps, strict=True)
+        rounds[tree] = statistics.median(mine.seconds / mine.acceptance.passes / step for mine, step in pairs)
+        print(f"  {in_words(tree)}: a round takes {rounds[tree]:.2f} steps of plain decoding")
+    return rounds
+
+
+def measure(recipe: Recipe, harness: Harness, method: LoadedMethod, tasks: list[EvalTask]) -> dict[str, float]:
+    """Milliseconds a token, tau, and the speed-up over plain decoding in turns with it. Raises PipelineError where the
+    losslessness gate fails.
+    """
+    answers, lossless = decode_in_turns(recipe, harness, {"tuned": method}, tasks, "measure")
+    if not lossless:
+        raise PipelineError(f"the losslessness gate failed for {in_words(method.tree)}: there is no speed to speak of")
+    ms, counts = {}, Acceptance()
+    for name, generations in answers.items():
+        tokens = sum(len(generation.tokens) - 1 for generation in generations)
+        ms[name] = 1e3 * sum(generation.seconds for generation in generations) / tokens
+    for generation in answers["tuned"]:
+        counts.merge(generation.acceptance)
+    figures = {"ms_per_token": ms["tuned"], "tau": counts.tau, "speedup": ms[PLAIN] / ms["tuned"]}
+    return {name: round(value, 4) for name, value in figures.items()}
+
+
+def tune(
+    recipe: Recipe,
+    harness: Harness,
+    name: str,
+    tasks: list[EvalTask],
+    trees: list[TreeConfig],
+    counters: list[replay.Counter],
+) -> dict:
+    """Chooses, measures and describes one method's tree."""
+    method = harness.methods[name]
+    print(f"{name}:")
+    predictions = predict(trees, counters, time_rounds(recipe, harness, method, sample(trees), tasks))
+    print(f"{name}, fastest trees by prediction:")
+    for prediction in predictions[:5]:
+        print(f"  {prediction}")
+    best = predictions[0]
+    figures = measure(recipe, harness, LoadedMethod(method.draft, best.tree), tasks)
+    ratio = figures["speedup"] / best.speedup
+    print(
+        f"{name}: predicted {best.speedup:.2f}x at tau {best.tau:.2f}, measured {figures['speedup']:.2f}x at "
+        f"{figures['tau']:.2f} ({figures['ms_per_token']:.1f} ms a token, predicted / measured time {ratio:.3f})"
+    )
+    return {
+        "method": replace(recipe.methods[name], tree=best.tree).to_json(),
+        "predicted": {"speedup": round(best.speedup, 4), "tau": round(best.tau, 4)},
+        "measured": figures,
+        "predicted_over_measured": round(ratio, 4),  # times
+        "prompts": len({task.prompt for task in tasks}),
+        "hardware": provenance(recipe)["hardware"],
+    }
+
+
+def tune_methods(recipe: Recipe, names: list[str], prompts: int, depth: int, nodes: int) -> Path:
     """Writes what was chosen for each method, as it comes; returns the file."""
     methods, digests = recipe.methods, digests_of(recipe)
-    own = {name: methods[name] for name in names}
-    harness, tasks = make_harness(recipe, own), calibration_tasks(recipe, prompts)
+    harness = make_harness(recipe, {name: methods[name] for name in names})
     path, known = recipe.tuned_file, {}
-    for name, one in read_tuned_trees(path).items():
-        if name in methods and one.get("for") == tuned_for(recipe, methods[name], digests):
-            known[name] = one
+    for name, facts in read_tuned_trees(path).items():
+        if name in methods and facts.get("for") == tuned_for(recipe, methods[name], digests):
+            known[name] = facts
     path.unlink(missing_ok=True)  # what is tuned now may have been tuned for other weights
-    texts, found = harness.answered(tasks), {}
+    texts = harness.answered(calibration_tasks(recipe, prompts))
     if not texts:
         raise PipelineError("no calibration prompt has room for an answer of two tokens: lower eval.max_new_tokens")
-    context = int(np.median([len(text.prompt) for text in texts]))
-    samplings = [harness.sampling(t, "costs") for t in recipe.eval.temperatures]
-    costs = measure_costs(harness.target, harness.methods, context, most_nodes, samplings, texts[0].prompt)
-    for name, replays in replayed(harness, texts, depth).items():
-        found[name] = tune(recipe, harness, name, tasks, replays, costs[name], depth, print)
-        found[name]["for"] = tuned_for(recipe, methods[name], digests)
-        write_sealed(path, known | found)
+    tasks = [text.task for text in texts]
+    trees = {name: choices(method, depth, nodes) for name, method in harness.methods.items()}
+    for name, counters in replay_answers(harness, texts, trees).items():
+        facts = tune(recipe, harness, name, tasks, trees[name], counters)
+        known[name] = facts | {"for": tuned_for(recipe, methods[name], digests)}
+        write_sealed(path, known)
         origin = origin_of(recipe, methods[name].draft)
-        predicted = [Row("predicted", f"{name}-tuned", *one, origin=origin) for one in found[name]["predicted"].items()]
-        put_rows(recipe.eval_dir, predicted)
+        figures = facts["predicted"].items()
+        put_rows(recipe.eval_dir, [Row("predicted", f"{name}-tuned", *figure, origin=origin) for figure in figures])
     return path
 
 
@@ -114,12 +276,11 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=10, help="for calibration")
     parser.add_argument("--depth", type=int, default=6, help="deepest tree that is considered")
     parser.add_argument("--max-nodes", type=int, default=64, help="largest tree that is considered")
-    parser.add_argument("--repeats", type=int, default=2, help="of the measurement at the end")
     arguments = parser.parse_args()
     if arguments.max_nodes < 2 or arguments.depth < 1 or arguments.prompts < 1:
         parser.error("--max-nodes must be at least 2, --depth and --prompts at least 1")
-    repeats = [f"eval.{key}={arguments.repeats}" for key in ("repeats", "sampled_repeats")]
-    recipe = load_recipe(arguments.recipe, [*arguments.overrides, *repeats], begin=True)
+    once = ["eval.repeats=1", "eval.sampled_repeats=1"]
+    recipe = load_recipe(arguments.recipe, [*arguments.overrides, *once], begin=True)
     names = [arguments.method] if arguments.method else recipe.tunable
     if unknown := set(names) - set(recipe.tunable):
         parser.error(f"--method {unknown.pop()}: the recipe has {', '.join(recipe.tunable)}")

@@ -221,11 +221,6 @@ def test_a_default_that_a_page_quotes_is_the_codes(page, said, value):
     assert found and found[1] == str(value), f"{page}: {said}"
 
 
-def test_the_tuners_default_that_a_page_quotes_is_its_own(parse):
-    found = re.search(r"`eval/tune.py --prompts` [^.]*default is (\d+)", (ROOT / "docs/results/sources.md").read_text())
-    assert found and int(found[1]) == parse("eval.tune", ["RECIPE"]).prompts
-
-
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
 def test_tests_and_targets_of_make_that_a_page_names_are_there(page):
     text = page.read_text()

@@ -646,19 +646,18 @@ def test_tau_by_context_length_is_measured_drawn_and_stated(copied):
 
 
 def test_a_draft_with_prompt_lookup_beside_it_is_tuned_measured_and_released(copied, tmp_path, capsys, monkeypatch):
-    """Its calibration travels with the release, and what is released decodes as plain decoding does."""
+    """What is released decodes as plain decoding does."""
     recipe, run = copied
     both = 'eval.methods.both={draft="jakiro", secondary=["prompt-lookup"]}'
     sets = [f"output={run}", 'draft.prompt-lookup={kind="prompt-lookup"}', both]
     flags = [word for one in sets for word in ("--set", one)]
-    shape = ["--method", "both", "--max-nodes", "8", "--depth", "2", "--prompts", "2", "--repeats", "1"]
+    shape = ["--method", "both", "--max-nodes", "8", "--depth", "2", "--prompts", "2"]
     with pytest.raises(PipelineError, match="nothing is tuned: run"):
         methods_of(load_recipe(recipe, sets), tuned_alone=True)
     call(tune, str(recipe), *flags, *shape)
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{run / 'eval/tuned.json'} is written")
     kept = json.loads((run / "eval/tuned.json").read_text())["both"]
     assert kept["predicted"]["tau"] == kept["measured"]["tau"]  # replayed, not estimated
-    assert set(kept["method"]["calibration"]["curves"]) == {"0.0", "1.0"}
 
     call(evaluate, str(recipe), *flags)
     table = capsys.readouterr().out
@@ -688,7 +687,7 @@ def test_a_draft_with_prompt_lookup_beside_it_is_tuned_measured_and_released(cop
 def assert_each_figure_names_its_method(release: Path) -> None:
     """The draft alone stands beside the draft with prompt lookup, which the release decodes with."""
     _, head, body = (release / "README.md").read_text().split("---\n", 2)
-    assert "prompt-lookup beside the draft, chances counted" in body
+    assert "prompt-lookup beside the draft" in body
     assert "decodes with `both-tuned`: prompt-lookup beside the draft in one tree. `jakiro` is the draft alone." in body
     first, page = body.partition("<details>")[0], (release / "report.html").read_text()
     rows = [line for line in first.splitlines() if line.startswith("| heldout")]

@@ -84,12 +84,12 @@ def tuned_as_written(recipe: Recipe) -> list[str]:
 
 
 def tuned_for(recipe: Recipe, method: Method, digests: Digests) -> dict[str, Any]:
-    """What a tuned tree and its calibration depend on."""
+    """What a tuned tree depends on."""
     config, drafts = recipe.eval, {name: recipe.draft[name] for name in method.sources}
     return {
         "digests": {name: digests[name] for name in drafts},
         "settings": {name: draft.public().to_json() for name, draft in drafts.items() if not draft.trained},
-        "method": replace(method, calibration=None, tree=None).to_json(),
+        "method": replace(method, tree=None).to_json(),
         "candidates": method.resolved_tree.candidates,
         "temperatures": config.temperatures,
         "processing": [config.top_k, config.top_p, config.repetition_penalty],

@@ -184,8 +184,6 @@ def tree_said(facts: dict[str, Any]) -> str:
         words.append(f"{' and '.join(method.secondary)} beside the draft")
     if facts["corpora"]:
         words.append("prompt lookup also in a text that is not part of this release")
-    if method.secondary:
-        words.append("chances counted on calibration prompts" if method.calibration else "default chances")
     return ", ".join(words)
 
 

@@ -11,7 +11,7 @@ figures say nothing of real models. The parts (docs/gpu.md says what each figure
     dump           tokens/s of a dump worker beside the plan's figure, which leaves the writing out
     train-eagle    tokens/s of training steps beside the plan's figure, and a step's memory beside its formula
     train-jakiro   the same
-    costs          what verifying n tokens and a draft step of w nodes cost
+    costs          what verifying n tokens and the parts of each draft's round cost
     compiled       verifying, compiled
 
 On a GPU each part runs in a process of its own, so that one that fails, hangs or uses the memory up leaves the others

@@ -20,7 +20,6 @@ import pyarrow as pa
 import torch
 from torch._dynamo.utils import counters
 
-from eval.tuning.costs import SIZES, Costs, measure_costs
 from infra.check.lossless import lossless
 from infra.check.shapes import GIB, SHAPES, Given, device, documents, new_methods, supported, write_random_features
 from infra.plan import speeds as plan_speeds
@@ -30,11 +29,11 @@ from pipeline.artifacts.provenance import LIBRARIES, hardware, revision
 from pipeline.basics.accelerator import now
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json
-from pipeline.decoding.generate import Sampling
-from pipeline.decoding.method import LoadedMethod
+from pipeline.decoding.generate import Sampling, speculative
 from pipeline.drafts import build, objective_of, parameter_count
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.shards import FeatureStore
+from pipeline.lm.attention import behind
 from pipeline.lm.model import DTYPES, Target, load_config, load_embed_head
 from pipeline.running import entry
 from preprocess.dump.task import ShardTask
@@ -44,7 +43,7 @@ from train.loop import new_draft
 
 TIMES = 10  # that what is timed is done, behind one that warms up
 STEPS = 20  # of training
-COMPILED = (16, 4, 32, 8, 96, 2, 24, 48)  # tokens whose verification is compiled, as far as there is time
+VERIFIED = (16, 4, 32, 8, 96, 2, 24, 48)  # tokens whose verification is timed, as far as there is time
 
 
 def seconds_of(work: Callable[[], Any]) -> float:
@@ -186,14 +185,17 @@ def _compared(rate: float, planned: float) -> dict[str, float]:
 
 
 def costs(given: Given) -> dict[str, Any]:
-    """Verifying n tokens and a draft step of w nodes, eagerly."""
+    """Verifying n tokens, and a round of each draft's tree by its parts, eagerly."""
     recipe = given.recipe()
     target = Target(recipe.target, given.half)
-    found = _costs(target, new_methods(recipe, target), given, SIZES)
-    figures = _verifying(given, next(iter(found.values())))
-    for name, one in found.items():
-        figures[f"{name}_step_ms"] = _ms(one.steps[0])
-        figures |= _ms({f"{name}_first_forward_ms": one.start, f"{name}_bookkeeping_ms": one.rest})
+    figures = _verifying(given, target, sorted(_sizes(given)))
+    prompt, sampling = list(range(5, 5 + given.shape.context)), Sampling(16, frozenset())
+    for name, method in new_methods(recipe, target).items():
+        speculative(target, method, prompt, sampling)  # warms up
+        answer = speculative(target, method, prompt, sampling, exact_split=True)
+        split = answer.split | {"rest": answer.seconds - sum(answer.split.values())}
+        rounds = answer.acceptance.passes
+        figures[f"{name}_round_ms"] = {part: round(1e3 * took / rounds, 3) for part, took in split.items()}
     return figures | peak()
 
 
@@ -203,30 +205,36 @@ def compiled_costs(given: Given) -> dict[str, Any]:
     target = Target(recipe.target, given.half)
     target.compile(**given.compiler)
     before = time.monotonic()
-    _costs(target, {}, given, (1,))
+    _verifying(given, target, [1])
     each = time.monotonic() - before
     left = 0.8 * given.seconds - (time.monotonic() - begin)
-    most = given.shape.most
-    order = list(dict.fromkeys([1, recipe.tree("eagle").nodes, most, *(n for n in COMPILED if n < most)]))
-    sizes = sorted(order[: 2 + max(0, int(left / each) - 1)])
-    draft = {"eagle": new_methods(recipe, target)["eagle"]}
-    found = _costs(target, draft, given, tuple(sizes))["eagle"]
+    figures = _verifying(given, target, sorted(_sizes(given)[: 2 + max(0, int(left / each) - 1)]))
     skipped = counters["inductor"].get("cudagraph_skips", 0)
-    return _verifying(given, found) | {"compile_s": round(each, 1), "graphs_skipped": skipped} | peak()
+    return figures | {"compile_s": round(each, 1), "graphs_skipped": skipped} | peak()
 
 
-def _costs(target: Target, methods: dict[str, LoadedMethod], given: Given, sizes: tuple[int, ...]) -> dict[str, Costs]:
-    prompt = list(range(5, 5 + given.shape.context))
-    sampling = Sampling(16, frozenset())
-    return measure_costs(target, methods, given.shape.context, given.shape.most, [sampling], prompt, sizes)
+def _sizes(given: Given) -> list[int]:
+    """Numbers of tokens whose verification is timed, those that matter most first."""
+    most = given.shape.most
+    return list(dict.fromkeys([1, given.recipe().tree("eagle").nodes, most, *(n for n in VERIFIED if n < most)]))
 
 
-def _verifying(given: Given, found: Costs) -> dict[str, Any]:
-    return {"context": given.shape.context, "plain_ms": _ms({0: found.plain})[0], "verify_ms": _ms(found.verify)}
+@torch.inference_mode()
+def _verifying(given: Given, target: Target, sizes: list[int]) -> dict[str, Any]:
+    """Milliseconds of a token of plain decoding, and of verifying so many, behind the shape's context."""
+    context, device = given.shape.context, target.device
+    tokens, cache = torch.arange(context, device=device) % 1000 + 5, target.new_cache(context + given.shape.most)
+    target.forward(tokens, cache)
 
+    def pass_of(size: int, *tree: Any) -> None:
+        target.head(target.forward(tokens[:size], cache, *tree).final_ND).argmax(-1).tolist()
+        cache.keep(context)
 
-def _ms(seconds: dict[Any, float]) -> dict[Any, float]:
-    return {key: round(1e3 * value, 3) for key, value in seconds.items()}
+    def verify(size: int) -> None:
+        pass_of(size, torch.arange(size, device=device) + context, behind(context, size, device), size)
+
+    verified = {size: round(1e3 * seconds_of(partial(verify, size)), 3) for size in sizes}
+    return {"context": context, "plain_ms": round(1e3 * seconds_of(partial(pass_of, 1)), 3), "verify_ms": verified}
 
 
 PARTS: dict[str, Callable[[Given], dict[str, Any]]] = {

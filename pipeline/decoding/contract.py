@@ -155,8 +155,8 @@ class Draft(Protocol):
     def propose(
         self, state: Any, inputs: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = untimed
     ) -> Tree:
-        """A tree below the last emitted token: a function of the text, the draft, the temperature and
-        fixed tables; siblings that are drawn also depend on `draws`.
+        """A tree below the last emitted token: a function of the text and the draft; siblings that are drawn also
+        depend on `draws`.
 
         `timer` calls the draft's forwards, by the name "draft". Raises PipelineError where logits are not finite.
         """
@@ -172,9 +172,7 @@ class Source(Draft, Protocol):
         """Its `count` best candidates for such a tree."""
 
     def accept_probability(self, depth: int, score: float) -> float:
-        """What a candidate's score is worth, as the probability that the target's text goes through it, where nothing
-        was counted (calibration.py).
-        """
+        """What a candidate's score is worth, as the probability that the target's text goes through it."""
 
 
 class Cache(Protocol):

@@ -1,4 +1,4 @@
-"""A decoding method: a draft, its secondary sources, the tree that they fill, and what was counted of their scores.
+"""A decoding method: a draft, its secondary sources, and the tree that they fill.
 
 One class, as a recipe, a tuned file, a report and a release have it. Its `load` makes what decodes.
 """
@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pipeline.basics.settings import Settings
-from pipeline.decoding.calibration import Calibration
 from pipeline.decoding.config import Agreement, TreeConfig
 
 if TYPE_CHECKING:
@@ -23,8 +22,6 @@ class Method(Settings):
     secondary: list[str] = field(default_factory=list)  # read nothing but the text (kind = "prompt-lookup")
     agreement: Agreement = "either"  # what a node is worth that several propose (sources.py: merge)
     tree: TreeConfig | None = None  # default: eval.tree
-    # Score -> probability of each source, as eval/tune.py counts it; default: the sources' own.
-    calibration: Calibration | None = None
 
     @property
     def sources(self) -> list[str]:
@@ -52,7 +49,7 @@ class Method(Settings):
         draft: Draft = drafts[self.draft]
         if self.secondary:
             others = {name: drafts[name] for name in self.secondary}
-            draft = Sources(drafts[self.draft], others, self.calibration, self.agreement)
+            draft = Sources(drafts[self.draft], others, self.agreement)
         return LoadedMethod(draft, self.resolved_tree)
 
 

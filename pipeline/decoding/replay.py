@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipeline.decoding.accept import Acceptance, accept_best
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Draft, Draws, Pool, RoundInput, States
+from pipeline.decoding.contract import Draft, Pool, RoundInput, States
 from pipeline.decoding.grow import Grower, Level, best_pools, dynamic_levels, not_finite
 from pipeline.decoding.method import LoadedMethod
 from pipeline.decoding.sources import CHAIN, POOL, Sources
@@ -28,35 +28,16 @@ ABSENT = 1 << 30
 FORWARDED = 256  # nodes of one level that are forwarded together, over places
 
 
-@dataclass(frozen=True)
-class _At:
-    """A temperature at which nothing is drawn: the text is there already."""
-
-    temperature: float
-
-    def probabilities(self, logits_NV: Tensor) -> Tensor:
-        raise AssertionError("trees of best candidates draw nothing")
-
-    def accept(self, probability: float) -> bool:
-        raise AssertionError("trees of best candidates draw nothing")
-
-    draw_rows = probabilities
-
-
 @torch.inference_mode()
-def decoded(
-    method: LoadedMethod, states: States, tokens: list[int], begin: int, temperature: float = 0.0
-) -> Acceptance:
+def decoded(method: LoadedMethod, states: States, tokens: list[int], begin: int) -> Acceptance:
     """What decoding counts with a tree of best candidates, from ``tokens[begin]``, the prompt's own token, to the last
-    one. `states` are the target's there (at least of all but the last); `temperature` is that of the text, and chances
-    are counted by it.
+    one. `states` are the target's there (at least of all but the last).
     """
     draft, out, fed, end = method.draft, Acceptance(), 0, begin
     state, states_TSD = draft.open(), states.of(draft.needs)
-    draws = Draws(_At(temperature), _At(temperature)) if isinstance(draft, Sources) else None
     while end < len(tokens) - 1:  # `end`: the last emitted token
         inputs = RoundInput(tokens[: end + 1], states_TSD[fed:end])
-        tree, following = draft.propose(state, inputs, method.tree, draws), [*tokens[end + 1 :], -1]
+        tree, following = draft.propose(state, inputs, method.tree, None), [*tokens[end + 1 :], -1]
         path, _ = accept_best(tree, lambda node: following[min(tree.depths[node], len(following) - 1)])  # noqa: B023
         fed, emitted = end, min(len(path) + 1, len(tokens) - 1 - end)
         out.add_pass(min(len(path), emitted), emitted)
@@ -72,24 +53,21 @@ def largest_tree(depth: int, top_k: int, candidates: Any, parallel: int) -> Tree
 Counter = Callable[[TreeConfig], Acceptance]  # what decoding one text counts with a tree
 
 
-def counter(
-    draft: Draft, states: States, tokens: list[int], begin: int, largest: TreeConfig, temperature: float = 0.0
-) -> Counter:
+def counter(draft: Draft, states: States, tokens: list[int], begin: int, largest: TreeConfig) -> Counter:
     """Of a text of the target's own, from ``tokens[begin]``, for any of the draft's dynamic trees up to `largest`.
-    `states` are the target's of all tokens, `temperature` is that of the text.
+    `states` are the target's of all tokens.
     """
     if begin == len(tokens) - 1:
         return lambda tree: Acceptance()  # a text of one token has no round
     if isinstance(draft, Sources):
-        walk = collect(draft.draft, states, tokens, begin, largest)
-        return HybridText(draft, walk, tokens, begin).counter(draft, temperature)
+        return _of_sources(draft, collect(draft.draft, states, tokens, begin, largest), tokens, begin)
     if not draft.stepwise:
         return lambda tree: decoded(LoadedMethod(draft, tree), states, tokens, begin)
     return collect(draft, states, tokens, begin, largest).counter()
 
 
 def counted(method: LoadedMethod, states: States, tokens: list[int], begin: int) -> Acceptance:
-    """As `decoded` at temperature 0. A dynamic tree is grown at many places at a time, which is faster."""
+    """As `decoded`. A dynamic tree is grown at many places at a time, which is faster."""
     if method.tree.paths is not None:
         return decoded(method, states, tokens, begin)
     return counter(method.draft, states, tokens, begin, method.tree)(method.tree)
@@ -165,32 +143,20 @@ def _ranks(levels: list[Level], following_AS: Tensor) -> Tensor:
     return torch.stack(out, dim=1).cummax(dim=1).values
 
 
-class HybridText:
-    """One text, and what several sources propose below each of its places (the draft's is its `walk`)."""
+def _of_sources(sources: Sources, drafted: Walk, tokens: list[int], begin: int) -> Counter:
+    """Of several sources; `drafted` is what the draft proposes."""
+    ends, state, deepest = range(begin, len(tokens) - 1), sources.open(), max(CHAIN, drafted.following_AS.shape[1])
+    copied = [sources.copied(state, RoundInput(tokens[: end + 1], torch.zeros(0, 0, 1))) for end in ends]
 
-    def __init__(self, sources: Sources, walk: Walk, tokens: list[int], begin: int):
-        self.walk, ends, state = walk, range(begin, len(tokens) - 1), sources.open()
-        inputs = (RoundInput(tokens[: end + 1], torch.zeros(0, 0, 1)) for end in ends)
-        self.copied = [sources.copied(state, one) for one in inputs]  # by place, as all that follows
-        deepest = max(CHAIN, walk.following_AS.shape[1])
-        self.following = [tokens[end + 1 : end + 1 + deepest] for end in ends]
+    @cache
+    def ranks(tree: TreeConfig) -> Tensor:
+        out = []
+        for end, pool, copies in zip(ends, drafted.pools(tree, POOL), copied, strict=True):
+            held = sources.merged(pool, copies).ranks(tokens[end + 1 : end + 1 + deepest])
+            out.append([*held, *[ABSENT] * (deepest - len(held))])
+        return torch.tensor(out)
 
-    def pools(self, tree: TreeConfig) -> list[Pool]:
-        """What the draft proposes."""
-        return self.walk.pools(tree, POOL)
-
-    def counter(self, sources: Sources, temperature: float) -> Counter:
-        """For these sources with any calibration."""
-
-        @cache
-        def ranks(tree: TreeConfig) -> Tensor:
-            deepest, out = max(CHAIN, tree.depth), []
-            for drafted, copied, following in zip(self.pools(tree), self.copied, self.following, strict=True):
-                found = sources.merged(drafted, copied, tree, temperature).ranks(following)
-                out.append([*found, *[ABSENT] * (deepest - len(found))])
-            return torch.tensor(out)
-
-        return lambda tree: walk(ranks(replace(tree, nodes=tree.depth + 1)), tree.nodes)
+    return lambda tree: walk(ranks(replace(tree, nodes=tree.depth + 1)), tree.nodes)
 
 
 @torch.inference_mode()

@@ -1,9 +1,9 @@
 """One tree from several sources: a draft and secondary sources, which read nothing but the text (prompt lookup).
 
-Each source proposes a pool of candidates, and what was counted of its scores (calibration.py) makes them probabilities
-of one kind. The pools are merged by path: the same token below the same node is one node. The likeliest nodes stay. All
-of it is a function of the text, so the tree is one of best candidates and the answer is plain decoding's
-(docs/lossless.md, section 1).
+Each source proposes a pool of candidates, and makes probabilities of their scores (`Source.accept_probability`). The
+pools are merged by path: the same token below the same node is one node. The likeliest nodes stay. All of it is a
+function of the text, so the tree is one of best candidates and the answer is plain decoding's (docs/lossless.md,
+section 1).
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.decoding.calibration import AcceptProbability, Calibration
 from pipeline.decoding.config import Agreement, TreeConfig
 from pipeline.decoding.contract import (
     DraftOutput,
@@ -138,23 +137,11 @@ class SharedTrees:
 class Sources:
     """A draft with secondary sources, as one draft. `tree` says how the draft grows, `nodes` counts those of all."""
 
-    def __init__(
-        self,
-        draft: Source,
-        secondary: dict[str, Source],
-        calibration: Calibration | None = None,
-        agreement: Agreement = "either",
-    ):
+    def __init__(self, draft: Source, secondary: dict[str, Source], agreement: Agreement = "either"):
         self.draft, self.secondary, self.agreement = draft, secondary, agreement
-        self._calibration = calibration or Calibration()
-        self._known: dict[tuple[str, float, TreeConfig], AcceptProbability] = {}
         self.name = " + ".join([draft.name, *secondary])
         self.config, self.stepwise = SharedTrees(draft.config), draft.stepwise
         self.target_vocabulary = draft.target_vocabulary
-
-    def tuned(self, calibration: Calibration) -> "Sources":
-        """The same with other probabilities."""
-        return Sources(self.draft, self.secondary, calibration, self.agreement)
 
     @property
     def token_ids_U(self) -> Tensor | None:
@@ -176,28 +163,19 @@ class Sources:
     def propose(
         self, state: _State, inputs: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = untimed
     ) -> Tree:
-        temperature, device = draws.processing.temperature if draws else 0.0, inputs.states_TSD.device
         drafted = self.draft.pool(state.draft, inputs, tree, POOL, timer)
-        return self.merged(drafted, self.copied(state, inputs), tree, temperature).tree(
-            inputs.tokens[-1], tree.nodes, device
-        )
+        merged = self.merged(drafted, self.copied(state, inputs))
+        return merged.tree(inputs.tokens[-1], tree.nodes, inputs.states_TSD.device)
 
     def copied(self, state: _State, inputs: RoundInput) -> dict[str, Pool]:
         """What the secondary sources propose."""
         count = COPIED.nodes - 1
         return {name: one.pool(state.secondary[name], inputs, COPIED, count) for name, one in self.secondary.items()}
 
-    def merged(self, drafted: Pool, copied: dict[str, Pool], tree: TreeConfig, temperature: float) -> Merged:
-        found = [(drafted, self._probabilities("draft", self.draft, drafted, tree, temperature))]
-        for name, pool in copied.items():
-            found.append((pool, self._probabilities(name, self.secondary[name], pool, COPIED, temperature)))
-        return merge(found, self.agreement)
+    def merged(self, drafted: Pool, copied: dict[str, Pool]) -> Merged:
+        pools = [(self.draft, drafted), *((self.secondary[name], pool) for name, pool in copied.items())]
+        return merge([(pool, _probabilities(source, pool)) for source, pool in pools], self.agreement)
 
-    def _probabilities(
-        self, name: str, source: Source, pool: Pool, tree: TreeConfig, temperature: float
-    ) -> list[float]:
-        key = name, temperature, tree
-        if key not in self._known:
-            self._known[key] = self._calibration.of(name, temperature, tree, source.accept_probability)
-        probability = self._known[key]
-        return [probability(depth, score) for depth, score in zip(pool.depths(), pool.scores, strict=True)]
+
+def _probabilities(source: Source, pool: Pool) -> list[float]:
+    return [source.accept_probability(*candidate) for candidate in zip(pool.depths(), pool.scores, strict=True)]

@@ -171,8 +171,6 @@ def _of_method(recipe: "Recipe", name: str, method: Method) -> Iterator[str]:
     draft = method.draft or name
     if name == PLAIN or (name in recipe.draft and draft != name):
         yield ": that name is taken; choose another"
-    if method.calibration is not None:
-        yield ".calibration is counted by eval/tune.py, which keeps it beside the tuned tree: leave it out"
     if draft not in recipe.draft:
         yield f".draft={draft!r} is not one of the drafts {sorted(recipe.draft)}"
     if name in recipe.draft and method.secondary:

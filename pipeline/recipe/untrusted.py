@@ -283,7 +283,7 @@ def require_draft_in_bounds(config: DraftConfig, may: Literal["trained", "second
 
 
 def require_method_in_bounds(method: Method) -> None:
-    """Raises ValueError for a tree, or tables of scores, larger than any that pays."""
+    """Raises ValueError for a tree, or more secondary sources, than any that pays."""
     for name in method.sources:
         if name and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
             raise ValueError(f"{name!r} is no name of a draft")
@@ -291,8 +291,5 @@ def require_method_in_bounds(method: Method) -> None:
     for name, most in TREE.items():
         if getattr(tree, name) > most:
             raise ValueError(f"tree.{name}={getattr(tree, name)}: expected at most {most}")
-    by_temperature = method.calibration.curves if method.calibration else {}
-    levels = [level for by_source in by_temperature.values() for level in by_source.values()]
-    points = sum(len(curve.x) for level in levels for curve in level.values())
-    if len(method.secondary) > 8 or points > 1 << 20:
-        raise ValueError("more secondary sources, or points of calibration, than any method has")
+    if len(method.secondary) > 8:
+        raise ValueError("more secondary sources than any method has")

@@ -1,4 +1,4 @@
-"""A run's commands on a make-believe accelerator (tests/strict.py): capture, gate, costs, and a release's own code."""
+"""A run's commands on a make-believe accelerator (tests/strict.py): capture, gate, and a release's own code."""
 
 from collections import Counter
 
@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM
 
 from eval.measure.harness import EvalTask, Harness, pooled
 from eval.measure.prompts import Prompt
-from eval.tuning import costs
 from pipeline.artifacts.features import feature_spec
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.generate import Sampling, speculative
@@ -105,18 +104,6 @@ def test_the_gate_passes_there_and_float32_is_judged_by_plain_decodings_drift(ti
         _, gates, _ = pooled([("bench", made.decode(EvalTask("bench", prompt, t))) for t in (0.0, 1.0)])
     assert len(gates) == 4 and all(gate.passed and gate.checked == 1 for gate in gates.values())
     assert all(gate.rounds for gate in gates.values())  # looked at closely in float32 and greedily, too
-
-
-def test_the_tuners_costs_are_measured_there(loaded_target, embed_head, monkeypatch, tiny_recipe):
-    monkeypatch.setattr(costs, "REPEATS", 1)
-    with rehearsal() as seen:
-        there = on_the_device(tiny_recipe.target)
-        draft = make_draft(loaded_target, embed_head, VARIANTS["jakiro"]).to(DEVICE)
-        draft.bind(there.embed_head("there"))
-        methods = {"jakiro": grown(draft, depth=3, top_k=3, nodes=7)}
-        found = costs.measure_costs(there, methods, 16, 8, [Sampling(4, NEVER)], prompt_of(0), (1, 4, 8))
-    assert found["jakiro"].plain > 0 and set(found["jakiro"].verify) == {1, 4, 8}
-    assert any(what == "synchronize" for what, _ in seen.waits)
 
 
 def test_a_releases_own_code_decodes_there(loaded_target, embed_head, tiny_recipe, tiny_target, tmp_path, monkeypatch):

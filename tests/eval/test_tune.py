@@ -1,4 +1,4 @@
-"""The tuner: its costs add up. (Its replay: tests/pipeline/test_replay.py.)"""
+"""The tuner: which tree is chosen from what was counted and timed. (Its replay: tests/pipeline/test_replay.py.)"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,18 +7,28 @@ import numpy as np
 import pytest
 import torch
 
+from eval import tune
+from eval.measure.harness import PLAIN
 from eval.measure.tasks import methods_of, tuned_as_written, tuned_for
-from eval.tuning import costs
-from eval.tuning.choose import predict
-from eval.tuning.costs import Costs
+from eval.tune import choices, fit, predict, sample
 from pipeline.basics import accelerator
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_sealed
 from pipeline.decoding import generate
+from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.method import LoadedMethod
+from pipeline.decoding.generate import Generation
 from pipeline.decoding.replay import ABSENT, walk
+from pipeline.decoding.sources import SharedTrees
+from pipeline.drafts.eagle import EagleConfig
+from pipeline.drafts.gumiho import GumihoConfig
 from pipeline.drafts.jakiro import JakiroConfig
+from pipeline.drafts.lookup.prompt_lookup import PromptLookupConfig
+from pipeline.drafts.parallel.medusa import MedusaConfig
+
+
+def trees_of(config, depth, nodes):
+    return choices(SimpleNamespace(draft=SimpleNamespace(config=config), tree=TreeConfig()), depth, nodes)
 
 
 def test_the_least_predicted_time_wins():
@@ -27,17 +37,59 @@ def test_the_least_predicted_time_wins():
     def known(tree):
         return walk(np.array([[0 if level < 2 else ABSENT for level in range(tree.depth)]] * 30), tree.nodes)
 
-    def best(per_node, step):
-        sizes = {n: 1.0 + per_node * n * n for n in (1, 2, 3, 4, 8)}
-        table = Costs(1.0, sizes, [dict.fromkeys((1, 2, 3, 4, 6, 8, 10), step)], 0.1, 0.0)
-        return predict([known], table, JakiroConfig(), 3, table.sizes, "plain")
+    def best(per_node):
+        trees = trees_of(JakiroConfig(), 3, 8)
+        rounds = {tree: 1.1 + per_node * tree.nodes**2 + 0.01 * (tree.forwards - 1) for tree in sample(trees)}
+        return predict(trees, [known], rounds)
 
-    ranked = best(0.001, 0.01)
+    ranked = best(0.001)
     tree = ranked[0].tree
     assert (tree.depth, tree.nodes, tree.parallel) == (2, 3, 2)  # two levels, both from the first forward
     assert ranked == sorted(ranked, key=lambda one: -one.speedup)
-    assert ranked[0].tau == 3 and ranked[0].speedup == pytest.approx(3 / (1.009 + 0.1))
-    assert best(10.0, 0.01)[0].tree.nodes == 2
+    assert ranked[0].tau == 3 and ranked[0].speedup == pytest.approx(3 / 1.11)  # between those of 2 and 4 nodes
+    assert best(10.0)[0].tree.nodes == 2
+
+
+@pytest.mark.parametrize("depth", [1, 3, 6])
+@pytest.mark.parametrize("nodes", [2, 8, 48, 64])
+@pytest.mark.parametrize(
+    "config",
+    [JakiroConfig(), EagleConfig(), SharedTrees(EagleConfig()), GumihoConfig(), MedusaConfig(), PromptLookupConfig()],
+)
+def test_a_dozen_trees_say_what_a_round_of_any_takes(config, depth, nodes):
+    """Where it rises with the nodes, with the draft's forwards and what these forward, and with further levels."""
+    trees = trees_of(config, depth, nodes)
+
+    def seconds(tree):
+        further = tree.forwards - 1
+        return 1 + 0.01 * tree.nodes + further * (0.05 + 0.002 * tree.top_k) + 0.03 * (tree.depth - tree.forwards)
+
+    rounds = {tree: seconds(tree) for tree in sample(trees)}
+    assert len(rounds) <= 13 and set(rounds) <= set(trees)
+    cost = fit(rounds)
+    assert [cost(tree) for tree in trees] == pytest.approx([seconds(tree) for tree in trees], rel=0.05)
+
+
+def test_a_round_is_timed_in_steps_of_plain_decoding_beside_it(tiny_recipe, monkeypatch):
+    """The machine is three times as slow during the second answer, and something else disturbs the third."""
+    trees, asked = trees_of(EagleConfig(), 2, 4)[:2], []
+
+    def decode_in_turns(recipe, harness, methods, tasks, title):
+        asked.append((recipe.eval.max_new_tokens, recipe.eval.gate_rounds, tasks))
+        counts = Acceptance()
+        counts.add_pass(1, 2)
+        counts.add_pass(0, 1)
+        answers = {PLAIN: [Generation([1] * 4, seconds) for seconds in (3.0, 9.0, 3.0)]}
+        for name, took in zip(methods, (1.5, 2.0), strict=True):
+            answers[name] = [Generation([1] * 4, took * s, acceptance=counts) for s in (2.0, 6.0, 20.0)]
+        return answers, True
+
+    tasks = [SimpleNamespace(prompt=number) for number in (1, 2, 3, 4, 5, 1)]
+    monkeypatch.setattr(tune, "decode_in_turns", decode_in_turns)
+    monkeypatch.setattr(tune, "LoadedMethod", lambda draft, tree: tree)
+    rounds = tune.time_rounds(tiny_recipe, None, SimpleNamespace(draft=None), trees, tasks)
+    assert rounds == {trees[0]: 1.5, trees[1]: 2.0}
+    assert asked == [(tiny_recipe.eval.max_new_tokens, 1, [task for task in tasks if task.prompt < 5])]
 
 
 @pytest.fixture
@@ -75,49 +127,6 @@ def test_a_tree_that_was_tuned_for_other_settings_is_refused_by_their_keys(tiny_
         tuned(other, jakiro=tiny_recipe.tree("jakiro"))
     assert "eval.temperatures: [0.0, 1.0] -> [0.0], " in str(caught.value)
     assert 'pack_linears, compile): ["float32", false, false] -> ["bfloat16", false, false]. Run' in str(caught.value)
-
-
-def test_bookkeeping_is_a_round_its_nodes_and_its_forwards(monkeypatch):
-    """So that a large tree and a deep one are charged for what they are; whatever the recipe's own tree."""
-    asked = []
-
-    def rest(target, method, sampling, prompt):
-        asked.append((method.tree.nodes, method.tree.forwards))
-        return 0.5 + 0.01 * method.tree.nodes + 0.125 * (method.tree.forwards - 1)
-
-    monkeypatch.setattr(costs, "_rest", rest)
-    given = LoadedMethod(SimpleNamespace(config=JakiroConfig(), stepwise=True), TreeConfig())
-    assert costs._bookkeeping(None, given, [None, None], [], 60) == pytest.approx((0.5, 0.01, 0.125))
-    assert asked == [(costs.FEW, 2)] * 2 + [(costs.MANY, 2)] * 2 + [(costs.FEW, 4)] * 2
-    assert costs._bookkeeping(None, given, [None], [], 4) == pytest.approx((0.665, 0.0, 0.0))  # one tree tells no slope
-    table = Costs(1.0, {6: 2.0}, [{10: 0.25}], 0.125, 0.5, 0.01)
-    tree = TreeConfig(depth=3, top_k=10, nodes=6, parallel=1)
-    assert table.round(tree) == pytest.approx(2.0 + 6 * 0.01 + 0.125 + 2 * 0.25 + 0.5)
-
-
-def test_a_task_is_timed_when_the_copies_made_for_it_have_ended(monkeypatch):
-    """They go to the device without waiting: the clock (`now`) waits before it is read, at both ends."""
-    order: list[str] = []
-
-    class Parts:
-        def __init__(self, *_):
-            pass
-
-        def before(self, name, number):
-            order.append("copies")
-
-        def tasks(self, sizes):
-            return {key: lambda *_: order.append("task") for key in [("plain",), ("start", "eagle", 0, 1)]}
-
-    def now(device: torch.device) -> float:
-        order.append(f"{device} has ended")
-        return float(len(order))
-
-    monkeypatch.setattr(costs, "_Parts", Parts)
-    monkeypatch.setattr(costs, "now", now)
-    assert costs.measure_costs(SimpleNamespace(device=torch.device("cuda")), {}, 8, 8, [], []) == {}
-    timed = ["cuda has ended", "task", "cuda has ended"]
-    assert order == [*timed, "copies", *timed] * (costs.REPEATS + 1)
 
 
 def test_the_clock_waits_for_an_accelerator(monkeypatch):

@@ -18,7 +18,6 @@ from pipeline.artifacts.checkpoint import (
 )
 from pipeline.artifacts.features import feature_spec
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding.calibration import Calibration, Curve
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
 from pipeline.drafts import build
@@ -113,14 +112,8 @@ def test_an_interrupted_save_leaves_no_checkpoint(make, embed_head, tiny_recipe,
 def test_a_release_has_a_method_of_its_own(make, tmp_path):
     folder, draft = make("jakiro")
     (tmp_path / "release").mkdir()
-    curve = Curve(x=[-1.0, 0.0], y=[0.25, 0.5])
-    method = Method(
-        draft="jakiro",
-        secondary=["lookup"],
-        agreement="max",
-        tree=TreeConfig(depth=4, top_k=2, nodes=9),
-        calibration=Calibration(curves={0.0: {"lookup": {"1": curve}}}),
-    )
+    tree = TreeConfig(depth=4, top_k=2, nodes=9)
+    method = Method(draft="jakiro", secondary=["lookup"], agreement="max", tree=tree)
     export(folder, tmp_path / "release", method, {"lookup": PromptLookupConfig(longest=4)}, folder / "recipe.json")
     saved = read_config(tmp_path / "release")
     assert saved.method == replace(method, tree=replace(method.tree, parallel=2))  # what the draft makes of it

@@ -12,7 +12,6 @@ import pytest
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding.calibration import Calibration, Curve
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.generate import Sampling, speculative
 from pipeline.decoding.method import Method
@@ -24,13 +23,12 @@ from tests.kit import command_environment, recipe_tree, write_sharegpt
 from tests.pipeline.taught import NEVER, VARIANTS, greedy, prompt_of, taught
 
 COUNT = 24
-COUNTED = Calibration(curves={0.0: {"draft": {"1": Curve(x=[-3.0, 0.0], y=[0.1, 0.9])}}})
 TREE = TreeConfig(depth=2, top_k=4, nodes=9, parallel=1)
 ALONE = Method(draft="jakiro", tree=TREE)
-HYBRID = replace(ALONE, secondary=["prompt-lookup"], calibration=COUNTED)
+HYBRID = replace(ALONE, secondary=["prompt-lookup"])
 WAYS = {  # draft and method
     "eagle": HYBRID,
-    "jakiro": replace(HYBRID, agreement="max", calibration=None),
+    "jakiro": replace(HYBRID, agreement="max"),
     **dict.fromkeys(
         ("eagle3, reduced", "sparse on eagle-3", "gumiho", "medusa", "dflash, reduced", "hydra++", "small-llama"), ALONE
     ),

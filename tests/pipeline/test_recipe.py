@@ -147,10 +147,6 @@ def test_what_is_said_of_an_unknown_key(recipe_file, overrides, words):
     ("overrides", "complaint"),
     [
         (
-            ["eval.methods.main.calibration={curves={}}"],
-            "eval.methods.main.calibration is counted by eval/tune.py, which keeps it beside the tuned tree",
-        ),
-        (
             ["draft.e.kind=eagle3"]
             + [f"draft.e.{key}={{regression=0.0, classification=0.0}}" for key in ("next", "ttt")],
             "draft.e: next, ahead and ttt: no classification has a weight, so nothing trains the LM head",

@@ -1,15 +1,11 @@
 """Several sources in one tree: what merging does, and that decoding, the replay and plain decoding agree."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.basics.parse import from_json
 from pipeline.decoding import replay
-from pipeline.decoding.calibration import Calibration, Curve, levels
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Pool, RoundInput
 from pipeline.decoding.generate import Sampling, plain, speculative
@@ -91,9 +87,9 @@ def drafts(loaded_target, embed_head):
     return {name: taught(loaded_target, embed_head, VARIANTS[name], *text, steps=60) for name in names}
 
 
-def with_lookup(target, draft, calibration=None, agreement="either"):
+def with_lookup(target, draft, agreement="either"):
     lookup = make(PromptLookupConfig(), shapes_of(target.config))
-    return Sources(draft, {"prompt-lookup": lookup}, calibration, agreement)
+    return Sources(draft, {"prompt-lookup": lookup}, agreement)
 
 
 TREES = [
@@ -128,24 +124,11 @@ def test_a_tree_holds_what_each_source_proposes(loaded_target, drafts):
     assert len(set(both) & set(alone)) > 3
 
 
-CALIBRATION = Calibration(
-    curves={
-        0.0: {
-            "draft": {"1": Curve(x=[-3.0, 0.0], y=[0.0, 0.5]), "2": Curve(x=[-4.0], y=[0.1])},
-            "prompt-lookup": {"1": Curve(x=[1.0, 8.0], y=[0.3, 0.9])},
-        }
-    }
-)
-
-
-@pytest.mark.parametrize(
-    ("name", "calibration", "agreement"),
-    [("jakiro", None, "either"), ("jakiro", CALIBRATION, "max"), ("dflash", CALIBRATION, "either")],
-)
-def test_the_replay_counts_what_decoding_does(loaded_target, drafts, name, calibration, agreement):
+@pytest.mark.parametrize(("name", "agreement"), [("jakiro", "either"), ("jakiro", "max"), ("dflash", "either")])
+def test_the_replay_counts_what_decoding_does(loaded_target, drafts, name, agreement):
     prompt = prompt_of(3, 20) * 2
     tokens = prompt + greedy(loaded_target, prompt, 40)
-    both = with_lookup(loaded_target, drafts[name], calibration, agreement)
+    both = with_lookup(loaded_target, drafts[name], agreement)
     states = loaded_target.states(tokens, [1, 2])
     most = max(drafts[name].config.parallels(3))
     counted = replay.counter(both, states, tokens, len(prompt), replay.largest_tree(3, 4, "plain", most))
@@ -165,38 +148,3 @@ def test_a_static_tree_is_refused(loaded_target, drafts):
 def test_more_nodes_than_all_sources_propose_are_refused(loaded_target, drafts):
     with pytest.raises(ValueError, match="the sources propose at most 34"):
         LoadedMethod(with_lookup(loaded_target, drafts["eagle"]), TreeConfig(depth=1, top_k=3, nodes=35))
-
-
-# -- calibration -----------------------------------------------------------------------------------------------------
-
-
-def test_a_curve_is_linear_between_its_points_and_flat_beyond():
-    curve = Curve(x=[-2.0, -1.0, 0.0], y=[0.1, 0.2, 0.8])
-    assert [curve(score) for score in (-9, -2, -1.5, -0.5, 0, 3)] == pytest.approx([0.1, 0.1, 0.15, 0.5, 0.8, 0.8])
-
-
-@pytest.mark.parametrize(
-    "x, y",
-    [([], []), ([1.0], []), ([1.0, 1.0], [0.1, 0.2]), ([1.0, 2.0], [0.2, 0.1]), ([1.0], [1.5]), ([1.0], [-0.1])],
-)
-def test_curves_that_make_no_sense_are_refused(x, y):
-    with pytest.raises(ValueError, match="y="):
-        Curve(x=x, y=y)
-
-
-def test_levels_say_how_far_a_forward_looked_ahead():
-    assert levels(TreeConfig(depth=4, top_k=2, nodes=5, parallel=1)) == ["1", "2", "3", "4"]
-    assert levels(TreeConfig(depth=4, top_k=2, nodes=5, parallel=3)) == ["1", "2", "3+1", "4+2"]
-
-
-def test_without_a_curve_the_sources_own_default_holds_and_the_nearest_temperature_counts():
-    tree = TreeConfig(depth=3, top_k=2, nodes=5, parallel=1)
-    chance = CALIBRATION.of("draft", 0.9, tree, lambda depth, score: 10 * depth + score)
-    assert (chance(1, 0.0), chance(2, -9.0), chance(3, -1.0)) == (0.5, 0.1, 29.0)
-    assert Calibration().of("draft", 0.0, tree, lambda depth, score: math.exp(score))(1, -1.0) == math.exp(-1)
-
-
-def test_a_calibration_survives_json():
-    import json
-
-    assert from_json(Calibration, json.loads(json.dumps(CALIBRATION.to_json()))) == CALIBRATION

@@ -9,8 +9,8 @@ decoding the parent in the tree: the layers and the head run once a round, each 
 product. A node's score is the product of probabilities that are conditioned on its parent.
 
 w1 has a row for each token of the target, w2 one for each of the draft's vocabulary, as in vLLM's loader. The paper's
-third part is left out: a head that is trained to predict sum min(p, q) at each place. Nothing here would read it, as
-calibration counts what a path's score is worth; vLLM loads a draft without it, and then estimates acceptance by itself.
+third part is left out: a head that is trained to predict sum min(p, q) at each place. Nothing here would read it; vLLM
+loads a draft without it, and then estimates acceptance by itself.
 """
 
 from collections.abc import Collection, Mapping
