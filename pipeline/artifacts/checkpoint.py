@@ -31,7 +31,7 @@ from pipeline.recipe.differences import training_keys
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.untrusted import DraftConfigFile, require_draft_in_bounds, require_method_in_bounds
 
-VERSION = 6
+VERSION = 7
 WEIGHTS, CONFIG, METRICS, PLOT = "model.safetensors", "config.json", "metrics.jsonl", "training.png"
 TEMPLATE, CODE = "chat_template.jinja", "custom_generate"  # of a release: files that its config.json seals
 # Settings whose product is a number of modules.

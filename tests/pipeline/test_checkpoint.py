@@ -150,8 +150,8 @@ def test_weights_that_are_missing_or_changed_are_refused(make, embed_head, place
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda raw: raw.update(format_version=3), "format_version is 3, expected 6: .*release it, again"),
-        (lambda raw: raw.update(format_version=None), "format_version is None, expected 6"),
+        (lambda raw: raw.update(format_version=3), "format_version is 3, expected 7: .*release it, again"),
+        (lambda raw: raw.update(format_version=None), "format_version is None, expected 7"),
         *((lambda raw, key=key: raw.pop(key), f"damaged or of another version: .*{key}") for key in KEYS),
         (lambda raw: raw["method"].update(beside=[]), "damaged.*beside"),
         (lambda raw: raw["method"].update(secondary=["lookup"]), "damaged.*lookup"),
