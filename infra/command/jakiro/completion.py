@@ -32,7 +32,7 @@ def help_of(name: str) -> str:
     return printed.getvalue()
 
 
-def parser() -> argparse.ArgumentParser:
+def all_commands() -> argparse.ArgumentParser:
     """A parser of all commands, with the options that their help names."""
     whole = argparse.ArgumentParser(prog="jakiro")
     commands = whole.add_subparsers()
@@ -52,10 +52,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("shell", choices=SHELLS)
-    shell = asked.parse_args().shell
-    print(shtab.complete(parser(), shell, preamble={shell: SHELLS[shell]}))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shell", choices=SHELLS)
+    shell = parser.parse_args().shell
+    print(shtab.complete(all_commands(), shell, preamble={shell: SHELLS[shell]}))
 
 
 if __name__ == "__main__":
