@@ -3,9 +3,7 @@ recipe, the kinds of drafts, the messages of errors, the code's own docstrings.
 """
 
 import ast
-import contextlib
 import inspect
-import io
 import re
 import sys
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "infra/command")]
 
 import jakiro
-from jakiro.completion import parser_of
+from jakiro.completion import help_of
 from pipeline.drafts import DRAFTS
 from pipeline.recipe import recipe, sections
 
@@ -140,11 +138,8 @@ def drafts_page() -> str:
 def options_page() -> str:
     parts = ["# The options of every command\n"]
     for name, command in jakiro.COMMANDS.items():
-        with contextlib.redirect_stdout(io.StringIO()):
-            parser = parser_of(name)
-        parser.prog = f"jakiro {name}"
         does = command.does[0].upper() + command.does[1:]
-        parts.append(f"## {name}\n\n{does}.\n\n```text\n{parser.format_help()}```\n")
+        parts.append(f"## {name}\n\n{does}.\n\n```text\n{help_of(name)}```\n")
     return "\n".join(parts)
 
 

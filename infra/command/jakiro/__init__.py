@@ -30,14 +30,10 @@ COMMANDS = {
     "recipes": Command("jakiro.recipes", "the recipes that come with the project, by the name that all commands take"),
     "new": Command("jakiro.new", "write a commented recipe for your target, your data and this machine's GPUs"),
     "plan": Command("pipeline", "what a run will take: tokens, disk, time, memory and GPUs", True),
-    "run": Command(
-        "jakiro.run", "everything: dump, train, measure, release; here or on a cluster; again: goes on", True
-    ),
+    "run": Command("jakiro.run", "everything: dump, train, measure, release; here or on Ray; again: goes on", True),
     "status": Command("pipeline", "what of a run is done", True),
     "metrics": Command("jakiro.metrics", "serve what a run tells of itself to Prometheus", True),
-    "manifests": Command(
-        "jakiro.manifests", "a run as files for Kubernetes, Slurm, Docker, `ray up` or SkyPilot", True
-    ),
+    "manifests": Command("jakiro.manifests", "a run as files for Kubernetes, Slurm, Docker or SkyPilot", True),
     "dump": Command("preprocess.dump_features", "the target's hidden states into shards", True),
     "feed": Command("preprocess.feed", "beside training: its states while it reads them", True),
     "regenerate": Command("preprocess.regenerate", "the target answers your data's questions anew", True),

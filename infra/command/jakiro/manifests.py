@@ -3,7 +3,6 @@
     jakiro manifests my.toml --for kubernetes --out deploy   run, dump, train, eval: kubectl apply -f, in this order
     jakiro manifests my.toml --for slurm --out deploy        submit.sh: three jobs, each behind the one before
     jakiro manifests my.toml --for docker --out deploy       run.sh: everything in a container of this machine
-    jakiro manifests my.toml --for ray --out deploy          cluster.yaml for `ray up`: AWS, or your --hosts
     jakiro manifests my.toml --for skypilot --out deploy     run.yaml for `sky launch`: a node with all GPUs
 
 Images: infra/docker/Dockerfile. What each file needs before it works: docs/clusters.md.
@@ -179,18 +178,6 @@ class Writer:
         (self.given.out / "run.sh").chmod(0o755)
         return ["bash run.sh, beside a folder `shared` for what the run reads and leaves"]
 
-    def ray(self) -> list[str]:
-        hosts = (self.given.hosts or "").split(",") if self.given.hosts else []
-        if hosts and len(hosts) < 2:
-            raise PipelineError("--hosts wants a head and at least one worker: HEAD,WORKER[,WORKER...]")
-        if not hosts and not self.recipe.features.store:
-            raise PipelineError("machines of AWS share no folder: set features.store, or give --hosts that share one")
-        shared = self.given.shared.rstrip("/")
-        facts = {"hosts": hosts, "image": self.given.image, "user": self.given.ssh_user, "shared": shared}
-        self.put("cluster.yaml", "ray/cluster.yaml.jinja", **facts, **vars(self.stages.dump))
-        job = shlex.join(["jakiro", "dump", self.given.recipe, *self.output(shared)])
-        return [f"ray up cluster.yaml; ray dashboard cluster.yaml; ray job submit --working-dir . -- {job}"]
-
     def skypilot(self) -> list[str]:
         stages = (self.stages.dump, self.stages.train, self.stages.eval)
         most = max(stage.nodes for stage in stages)
@@ -205,8 +192,14 @@ class Writer:
         return [f"in the checkout: sky launch --secret HF_TOKEN {file}; sky jobs launch survives a lost spot node"]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """What a recipe does not know of a cluster."""
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_recipe_arguments(parser)
+    places: dict[str, Callable[[Writer], list[str]]] = {
+        name: getattr(Writer, name) for name in ("kubernetes", "slurm", "docker", "skypilot")
+    }
+    parser.add_argument("--for", dest="place", required=True, choices=places)
+    parser.add_argument("--out", type=Path, required=True, help="a folder; files of the same names are replaced")
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--nodes", type=int, help="of each stage; default: as few as hold its GPUs")
     parser.add_argument("--cpus-per-gpu", type=int, default=8)
@@ -218,19 +211,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-resource", default="nvidia.com/gpu", help="Kubernetes; AMD: amd.com/gpu")
     parser.add_argument("--gpu", default="H100", help="SkyPilot: which")
     parser.add_argument("--bucket", help="SkyPilot: its name, which nobody else has; default: jakiro- and the run's")
-    parser.add_argument("--hosts", metavar="HEAD,WORKER,...", help="ray: machines that you have; default: AWS")
-    parser.add_argument("--ssh-user", default="ubuntu", help="ray: on those machines")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_recipe_arguments(parser)
-    places: dict[str, Callable[[Writer], list[str]]] = {
-        name: getattr(Writer, name) for name in ("kubernetes", "slurm", "docker", "ray", "skypilot")
-    }
-    parser.add_argument("--for", dest="place", required=True, choices=places)
-    parser.add_argument("--out", type=Path, required=True, help="a folder; files of the same names are replaced")
-    add_options(parser)
     given = parser.parse_args()
     recipe = load_recipe(given.recipe, given.overrides)
     given.out.mkdir(parents=True, exist_ok=True)

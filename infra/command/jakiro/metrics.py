@@ -2,7 +2,7 @@
 
     jakiro metrics RECIPE [--address 127.0.0.1] [--port 9400]
 
-It only reads, on any machine that sees the run's folder. A Grafana dashboard: infra/grafana/jakiro.json.
+It only reads, on any machine that sees the run's folder.
 """
 
 import argparse
