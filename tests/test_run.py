@@ -621,6 +621,14 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsy
     for (_, temperature, method), of in found.items():
         assert f"| {temperature:g} | {method} | {' | '.join(usual_said(of))} |" in shown
     assert (tmp_path / "table.png").stat().st_size > 5000
+    call(show_results, str(run), "--against", "eagle")
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert [line.split(" | ")[:2] for line in lines] == [["| jakiro", "eagle"], ["| jakiro-tuned", "eagle"]]
+    call(show_results, str(run), "--learning-rates")
+    shown = capsys.readouterr().out
+    for name in ("eagle", "jakiro"):
+        validation = checkpoint.read_config(run / "drafts" / name).training["validation"]
+        assert f"| {name} | 0.001 | {validation['estimated_tau']:.3f} |" in shown
 
     call(evaluate, str(recipe), *sets, "--tuned")
     said = (run / "eval/table.md").read_text()
