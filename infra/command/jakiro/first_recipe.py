@@ -163,10 +163,10 @@ class Sizes:
         every = int(dialogues * (1 - fraction) * source.length)
         budget = None if paper or (source.whole and every <= LAPTOP_TOKENS) else LAPTOP_TOKENS
         tokens = min(every, budget or every)
-        whole, most = (paper.global_batch, paper.micro_batch) if paper else (16, 2)
-        micro = most if whole % (most * ranks) == 0 else 1
+        asked, largest = (paper.global_batch, paper.micro_batch) if paper else (16, 2)
+        micro = largest if asked % (largest * ranks) == 0 else 1
         rows = int(tokens / source.length)
-        batches = whole if paper or rows >= 16 * FEW_STEPS else micro * ranks
+        batches = asked if paper or rows >= 16 * FEW_STEPS else micro * ranks
         batch = math.ceil(batches / (micro * ranks)) * micro * ranks
         epochs = paper.epochs if paper else min(max(math.ceil(3 * LAPTOP_TOKENS / max(tokens, 1)), 3), 20)
         steps = rows // batch * epochs
