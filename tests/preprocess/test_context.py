@@ -2,42 +2,17 @@
 keywords, images.
 """
 
-from types import SimpleNamespace
-
 import pytest
 
-from pipeline.lm import chat
 from pipeline.lm.chat import Unusable
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.template import apply_settings
-from pipeline.recipe.sections import DataConfig, RegenerateConfig
-from preprocess.dump.answers import AnswerWorker
-from preprocess.dump.interview import Interview
 from preprocess.dump.plan import question_batch
-from preprocess.dump.task import Busy, ShardTask, nobody_listens
 from preprocess.sources.dialogues import Dialogue, clean
-from preprocess.sources.sequences import encode_sequences
 from tests.kit import byte_tokenizer
 from tests.pipeline.test_chat import GEMMA, masked_runs, text_of, tokenizer_with
+from tests.preprocess.records import TOKENIZER, ask, dumped, encoded, messages, runs
 from tests.templates import QWEN_3, SMOLLM_3, settled
-
-TOKENIZER = byte_tokenizer()
-
-
-def messages(*texts: str) -> list[dict]:
-    return [{"role": "assistant" if at % 2 else "user", "content": text} for at, text in enumerate(texts)]
-
-
-def encoded(record: dict, tokenizer=TOKENIZER, **settings) -> tuple[list[chat.Encoded], list[str]]:
-    """Sequences, and edits of both steps."""
-    dialogue = clean({"id": "doc", **record})
-    sequences, edits = encode_sequences(tokenizer, dialogue, DataConfig(source="", **settings))
-    return [sequence for _, sequence in sequences], [*dialogue.edits, *edits]
-
-
-def runs(record: dict, tokenizer=TOKENIZER, **settings) -> list[str]:
-    return [run for sequence in encoded(record, tokenizer, **settings)[0] for run in masked_runs(tokenizer, sequence)]
-
 
 # -- flags of a turn -------------------------------------------------------------------------------------------------
 
@@ -53,30 +28,10 @@ def flagged(*flags: dict) -> dict:
 @pytest.mark.parametrize("key", ["weight", "train", "training", "loss"])
 @pytest.mark.parametrize(("no", "yes"), [(0, 1), (False, True), (0.0, 1.0)])
 def test_an_answer_that_is_not_to_be_trained_is_context_without_a_loss(key, no, yes):
-    record = flagged({key: no}, {key: yes}, {key: None})
-    (found,), edits = encoded(record)
+    (sequence,), edits = encoded(flagged({key: no}, {key: yes}, {key: None}))
     (whole,), _ = encoded(flagged({}, {}, {}))
-    assert masked_runs(TOKENIZER, found) == ["a1<|end|>", "a2<|end|>"] and edits == ["turn_without_loss"]
-    assert found.input_ids.tolist() == whole.input_ids.tolist()
-    with pytest.raises(Unusable, match=r"^no_turn_with_loss$"):
-        encoded(flagged({key: no}, {key: no}))
-
-
-@pytest.mark.parametrize(
-    ("keys", "reason"),
-    [
-        ({"train_detail": [{"begin_offset": 0, "end_offset": 3, "train": False}]}, "unknown_train_detail"),
-        ({"loss_scale": 2.0}, "unknown_loss_scale"),
-        ({"loss_mask": [0, 1]}, "unknown_loss_mask"),
-        ({"mask": True}, "unknown_mask"),
-        ({"weight": 0.5}, "unknown_weight"),
-        ({"train": "false"}, "unknown_train"),
-        ({"loss": [0]}, "unknown_loss"),
-    ],
-)
-def test_a_key_that_says_otherwise_what_is_trained_is_refused_by_its_name(keys, reason):
-    with pytest.raises(Unusable, match=f"^{reason}$"):
-        clean(flagged({}, keys))
+    assert masked_runs(TOKENIZER, sequence) == ["a1<|end|>", "a2<|end|>"] and edits == ["turn_without_loss"]
+    assert sequence.input_ids.tolist() == whole.input_ids.tolist()
 
 
 def test_other_keys_of_a_turn_and_flags_of_a_question_change_nothing():
@@ -114,16 +69,9 @@ def test_every_answer_with_a_loss_is_in_a_window_and_no_other(long, rule):
         assert found and set(found) <= {*names, *(name[:-7] for name in names)}
 
 
-@pytest.mark.parametrize(
-    ("mask", "known"), [("User", True), (["system", "user"], True), (None, True), ("Assistant", False), ([0, 1], False)]
-)
-def test_a_records_mask_is_known_where_it_names_those_without_a_loss(mask, known):
-    record = flagged({}) | {"mask": mask}
-    if known:
-        assert runs(record) == ["a0<|end|>"]
-    else:
-        with pytest.raises(Unusable, match=r"^unknown_mask$"):
-            clean(record)
+@pytest.mark.parametrize("mask", ["User", ["system", "user"], None])
+def test_a_records_mask_is_known_where_it_names_those_without_a_loss(mask):
+    assert runs(flagged({}) | {"mask": mask}) == ["a0<|end|>"]
 
 
 # -- system prompts and history --------------------------------------------------------------------------------------
@@ -145,21 +93,22 @@ def test_a_system_column_is_the_first_turn(name):
     assert edits == ["system_dropped"]
 
 
+IN_PARTS = {"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "a pirate."}]}
+
+
 @pytest.mark.parametrize(
-    "columns", [{"system": {"a": 1}}, {"system": "Be a pirate.", "system_prompt": "Be brief."}, {"stated": "Be brief."}]
+    ("turns", "columns", "edits"),
+    [
+        ([], {"system": {"a": 1}}, ("system_not_shown",)),
+        ([], {"system": "Be a pirate.", "system_prompt": "Be brief."}, ("system_not_shown",)),
+        ([SYSTEM], {"system": "Be brief."}, ("system_not_shown",)),
+        ([IN_PARTS], {"system": "Be brief."}, ("system_not_shown",)),
+        ([IN_PARTS], {"system": "Be a pirate."}, ()),
+    ],
 )
-def test_a_system_prompt_that_is_not_shown_is_counted(columns):
-    turns = messages("q", "a")
-    if stated := columns.pop("stated", None):
-        turns, columns = [{"role": "system", "content": stated}, *turns], {"system": "Be a pirate."}
-    assert clean({"messages": turns, **columns}).edits == ("system_not_shown",)
-
-
-def test_a_system_prompt_in_parts_is_the_columns():
-    turn = {"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "a pirate."}]}
-    for column, edits in (("Be a pirate.", ()), ("Be brief.", ("system_not_shown",))):
-        dialogue = clean({"messages": [turn, *messages("q", "a")], "system": column})
-        assert dialogue.messages[0] == SYSTEM and dialogue.edits == edits
+def test_a_system_prompt_that_is_not_shown_is_counted(turns, columns, edits):
+    dialogue = clean({"messages": [*turns, *messages("q", "a")], **columns})
+    assert dialogue.edits == edits and (not turns or dialogue.messages[0] == SYSTEM)
 
 
 def test_pandas_fills_what_is_missing_with_nan():
@@ -222,11 +171,8 @@ def with_keywords(keywords, *texts: str) -> dict:
 def test_an_answer_is_trained_under_the_keywords_that_it_was_given_under(template, written, thinks):
     keywords = {"enable_thinking": thinks, "python_tools": [], "custom_instructions": ""}
     record = with_keywords(f'{{"enable_thinking": {str(thinks).lower()}}}' if written else keywords)
-    found, edits = encoded(record, settled(template))
-    expected, same = encoded({"messages": record["messages"]}, settled(template, enable_thinking=thinks))
-    assert [one.input_ids.tolist() for one in found] == [one.input_ids.tolist() for one in expected]
-    assert [one.loss_mask.tolist() for one in found] == [one.loss_mask.tolist() for one in expected]
-    assert edits == same
+    expected = dumped({"messages": record["messages"]}, settled(template, enable_thinking=thinks))
+    assert dumped(record, settled(template)) == expected
 
 
 CUSTOM = "{{ custom_instructions | default('none') }}|" + byte_tokenizer().chat_template
@@ -235,10 +181,6 @@ CUSTOM = "{{ custom_instructions | default('none') }}|" + byte_tokenizer().chat_
 def custom(**keywords):
     tokenizer = settled(SMOLLM_3)
     tokenizer.chat_template = CUSTOM
-    return settled_again(tokenizer, **keywords)
-
-
-def settled_again(tokenizer, **keywords):
     apply_settings(tokenizer, TargetConfig(model="some/model", template_keywords=keywords))
     return tokenizer
 
@@ -269,10 +211,8 @@ def test_a_recipes_keyword_wins_over_a_records():
     ids=lambda keywords: next(iter(keywords)),
 )
 def test_a_keyword_that_the_template_does_not_read_changes_nothing_and_is_counted(keywords):
-    tokenizer = custom()
-    (found,), edits = encoded(with_keywords(keywords), tokenizer)
-    (plain,), _ = encoded({"messages": messages("q", "a")}, tokenizer)
-    assert found.input_ids.tolist() == plain.input_ids.tolist() and edits == ["keywords_not_shown"]
+    sequences, edits = dumped(with_keywords(keywords), custom())
+    assert sequences == dumped({"messages": messages("q", "a")}, custom())[0] and edits == ["keywords_not_shown"]
 
 
 def test_a_switch_is_true_or_false():
@@ -280,38 +220,13 @@ def test_a_switch_is_true_or_false():
     assert edits == ["keywords_not_shown", "answer_without_thoughts"]
 
 
-@pytest.mark.parametrize("keywords", ["no JSON", [1], 3, "[1]", "[" * 1000])
-def test_keywords_that_are_none_cost_their_record(keywords):
-    with pytest.raises(Unusable, match=r"^malformed_keywords$"):
-        clean(with_keywords(keywords))
-    with pytest.raises(Unusable, match=r"^not_unicode$"):
-        clean(with_keywords({"custom_instructions": "\ud83d"}))
-
-
-def test_a_keyword_that_breaks_the_template_is_a_reason():
-    tokenizer = settled(SMOLLM_3)
-    tokenizer.chat_template = "{% if level is defined %}{{ level + 1 }}{% endif %}" + SMOLLM_3
-    with pytest.raises(Unusable, match=r"^template_refuses$"):
-        encoded(with_keywords({"level": "x"}), settled_again(tokenizer))
-
-
-def test_the_target_is_asked_under_the_keywords_and_they_stay_with_its_answers():
-    tokenizer = custom()
-    recipe = SimpleNamespace(
-        data=DataConfig(source="", max_length=2000),
-        regenerate=RegenerateConfig(max_new_tokens=10),
-    )
-    source = SimpleNamespace(tokenizer=tokenizer, positions=2000)
-    interview = Interview(recipe, source, Busy(nobody_listens), lambda *_: 0)
+def test_the_target_is_asked_under_the_keywords_and_they_stay_with_its_answers(tiny_recipe, monkeypatch):
     dialogue = clean(with_keywords({"custom_instructions": "Be a pirate.", "another": 1}))
-    conversation = interview._opened(dialogue)
-    assert conversation.edits == ["keywords_not_shown"]
-    assert text_of(tokenizer, interview._prompt(conversation)).startswith("Be a pirate.|")
-    conversation.answers, conversation.messages = 1, messages("q", "a")
-    worker = AnswerWorker(recipe)
-    worker._interview = SimpleNamespace(hold=lambda dialogues: [[conversation]])
-    (line,) = worker.work(ShardTask("part", 0, [dialogue])).dialogues
-    assert clean(line).keywords == {"custom_instructions": "Be a pirate."}
+    tokenizer = custom()
+    reply = [*tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    part, (prompt,) = ask(monkeypatch, tiny_recipe, tokenizer, reply, dialogue)
+    assert prompt.startswith("Be a pirate.|") and part.edits == {"keywords_not_shown": 1}
+    assert clean(part.dialogues[0]).keywords == {"custom_instructions": "Be a pirate."}
 
 
 def test_dialogues_that_differ_in_their_keywords_are_asked_as_two():
@@ -325,17 +240,10 @@ def test_dialogues_that_differ_in_their_keywords_are_asked_as_two():
 
 
 @pytest.mark.parametrize("name", ["image", "images", "video", "audios"])
-@pytest.mark.parametrize("place", ["<image>", "<video>", "<|image_1|>", "<image 1>", "[IMG]", "<|vision_start|>"])
-def test_a_place_of_an_image_that_nobody_sees_costs_the_record(name, place):
-    turns = messages(f"{place}\nWhat is this?", "A cat.")
-    for record in ({"messages": turns}, {"text": f"{place} A cat."}):
-        with pytest.raises(Unusable, match=r"^has_image$"):
-            clean(record | {name: ["coco/0.jpg"]})
-        for nothing in (None, [], "", [None]):  # mere words
-            assert clean(record | {name: nothing}).edits == ()
-    for value in ("coco/0.jpg", {"bytes": "x"}):
-        with pytest.raises(Unusable, match=r"^has_image$"):
-            clean({"messages": turns, name: value})
+def test_the_place_of_an_image_is_mere_words_without_one_and_one_without_its_place_is_counted(name):
+    for item in ({"messages": messages("<image>\nWhat is this?", "A cat.")}, {"text": "<image> A cat."}):
+        for nothing in (None, [], "", [None]):
+            assert clean(item | {name: nothing}).edits == ()
     assert clean({"messages": messages("q", "a"), name: "0.jpg"}).edits == ("image_not_shown",)
 
 
@@ -354,10 +262,5 @@ def test_a_part_of_thoughts_is_the_answers_thoughts():
     for thoughts in ("hm", [{"type": "text", "text": "hm"}]):
         record = parts({"type": "thinking", "thinking": thoughts, "signature": "x"}, {"type": "text", "text": "a"})
         assert clean(record).messages == [*messages("q"), answer]
-    question = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "q"}]
-    assert clean({"messages": [{"role": "user", "content": question}, *messages("q", "a")[1:]]}).messages == messages(
-        "q", "a"
-    )
-    for other in ({"type": "thinking", "thinking": 3}, {"type": "image"}, {"type": "tool_use", "text": "x"}, {}):
-        with pytest.raises(Unusable, match=r"^not_text$"):
-            clean(parts(other))
+    question = {"role": "user", "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "q"}]}
+    assert clean({"messages": [question, *messages("q", "a")[1:]]}).messages == messages("q", "a")

@@ -8,21 +8,11 @@ from pipeline.lm.chat import Unusable
 from preprocess.sources.dialogues import clean, record_id
 from preprocess.sources.forms import BrokenLine
 from preprocess.sources.groups import held_out
-
-
-def turns(*pairs: tuple[str, str]) -> list[dict]:
-    return [{"from": role, "value": text} for role, text in pairs]
-
-
-def record(*pairs: tuple[str, str], doc_id: object = "doc") -> dict:
-    return {"id": doc_id, "conversations": turns(*pairs)}
+from tests.preprocess.records import A, Q, record, turns
 
 
 def asked(**columns) -> dict:
     return {"id": "doc", **columns}
-
-
-Q, A = ("human", "why?"), ("gpt", "because.")
 
 
 def test_openai_messages_are_the_same_as_sharegpts_turns():
@@ -60,60 +50,9 @@ def test_thoughts_beside_an_answer_are_kept_and_those_of_others_are_not(name):
     for nothing in (None, " ", 3):
         messages[1][name] = nothing
         assert clean(asked(messages=messages)).messages == [kept[0], {"role": "assistant", "content": "because."}]
-    messages[1][name] = "\ud83d"
-    with pytest.raises(Unusable, match="not_unicode"):
-        clean(asked(messages=messages))
 
 
 # -- the rules -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("item", "reason"),
-    [
-        (None, "malformed"),
-        ("text", "malformed"),
-        ([], "malformed"),
-        ({"id": "x"}, "malformed"),
-        ({"conversations": {}}, "malformed"),
-        ({"conversations": ["hi"]}, "malformed"),
-        ({"conversations": [{"from": "human"}]}, "malformed"),
-        ({"conversations": [{"from": "human", "value": 3}]}, "malformed"),
-        ({"conversations": [{"from": None, "value": "hi"}]}, "malformed"),
-        (record(Q, ("critic", "x"), A), "unknown_role"),
-        (record(Q, ("tool", "x"), A), "stray_tool_result"),
-        (asked(messages=[{"role": "user"}]), "malformed"),
-        (record(("human", "half an emoji: \ud83d"), A), "not_unicode"),
-        (asked(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]), "not_text"),
-        (
-            asked(messages=[{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [1]}]),
-            "malformed_tool_call",
-        ),
-        (record(("Critic", "hi"), A), "unknown_role"),
-        (record(("human", " \n\t"), A), "blank_turn"),
-        (record(Q, ("gpt", "")), "blank_turn"),
-        (record(), "no_exchange"),
-        (record(A, Q), "no_exchange"),
-        (record(("system", "x"), Q), "no_exchange"),
-    ],
-)
-def test_unusable_records_are_rejected_for_the_first_reason_that_applies(item, reason):
-    with pytest.raises(Unusable, match=f"^{reason}$"):
-        clean(item)
-
-
-@pytest.mark.parametrize(
-    ("pairs", "reason"),
-    [
-        ([("critic", " "), ("human", " ")], "unknown_role"),
-        ([("human", " "), Q, A], "blank_turn"),
-        ([Q, Q, ("gpt", " ")], "blank_turn"),
-        ([Q, Q], "repeated_role"),
-    ],
-)
-def test_reasons_come_in_the_documented_order(pairs, reason):
-    with pytest.raises(Unusable, match=f"^{reason}$"):
-        clean(record(*pairs), "reject")
 
 
 S, B = ("system", "s"), ("gpt", "more.")

@@ -1,20 +1,12 @@
 """The forms of a record, and those without turns all the way to their masks."""
 
-import json
-
 import pytest
 
 from pipeline.features.schema import Accounting
-from pipeline.lm.chat import Unusable
-from pipeline.recipe.sections import DataConfig
 from preprocess.sources.dialogues import clean
 from preprocess.sources.forms import BrokenLine, description
-from preprocess.sources.intake import Intake
-from preprocess.sources.sequences import encode_sequences
-from tests.kit import byte_tokenizer
-from tests.preprocess.test_dialogues import A, Q, turns
+from tests.preprocess.records import TOKENIZER, A, Q, dumped, intake_of, turns
 
-TOKENIZER = byte_tokenizer()
 MESSAGES = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "because."}]
 EMPTY = dict.fromkeys(("records", "further_sequences", "accepted"), 0) | {"torn_tail_after": None}
 EMPTY |= {name: {} for name in ("rejected", "skipped", "edits", "grouped")}
@@ -53,22 +45,12 @@ def test_the_column_with_an_exchange_wins(columns):
 
 
 @pytest.mark.parametrize(
-    "columns",
-    [
-        {"instruction": "Translate.", "input": "Bonjour", "output": "Hello"},
-        {"instruction": "Translate.", "context": "Bonjour", "response": "Hello"},
-        {"question": "Translate.", "context": "Bonjour", "answer": "Hello"},
-        {"instruction": "Translate.", "input": "Bonjour", "response": "Hello"},
-    ],
-)
-def test_an_instructions_input_stands_behind_it(columns):
-    assert clean(columns).messages[0]["content"] == "Translate.\n\nBonjour"
-    assert len(clean(columns).messages) == 2
-
-
-@pytest.mark.parametrize(
     ("columns", "asked"),
     [
+        ({"instruction": "Add.", "input": "2+2?", "output": "4"}, "Add.\n\n2+2?"),
+        ({"instruction": "Add.", "context": "2+2?", "response": "4"}, "Add.\n\n2+2?"),
+        ({"question": "Add.", "context": "2+2?", "answer": "4"}, "Add.\n\n2+2?"),
+        ({"instruction": "Add.", "input": "2+2?", "response": "4"}, "Add.\n\n2+2?"),
         ({"instruction": "Answer.", "question": "2+2?", "answer": "4"}, "Answer.\n\n2+2?"),
         ({"instruction": "Answer.", "question": "2+2?", "context": "Sums.", "answer": "4"}, "Answer.\n\n2+2?\n\nSums."),
         ({"instruction": "Answer.", "question": "2+2?", "input": "Sums.", "output": "4"}, "Answer.\n\n2+2?\n\nSums."),
@@ -80,7 +62,7 @@ def test_an_instructions_input_stands_behind_it(columns):
         ({"prompt": "2+2?", "completion": "4", "question": ["x"]}, "2+2?"),
     ],
 )
-def test_a_further_question_stands_behind_the_first(columns, asked):
+def test_a_further_question_and_an_input_stand_behind_the_first(columns, asked):
     """It was left out, and the answer was one to half of what was asked."""
     assert clean(columns).messages == [{"role": "user", "content": asked}, {"role": "assistant", "content": "4"}]
 
@@ -115,80 +97,28 @@ def test_a_description_fits_the_accounting():
     assert description(record).startswith("its keys are 'conversation', '\\x01")
 
 
-@pytest.mark.parametrize(
-    ("record", "reason"),
-    [
-        ({"prompt": 3, "completion": "x"}, "malformed"),
-        ({"prompt": "why?", "completion": " "}, "blank_turn"),
-        ({"instruction": "why?", "output": {"a": 1}}, "malformed"),
-        ({"conversations": STUB, "messages": []}, "no_exchange"),
-        ({"conversations": STUB, "text": "x"}, "no_exchange"),
-        ({"text": " \n"}, "blank_turn"),
-        ({"text": "\ud83d"}, "not_unicode"),
-        ({"text": ["x"]}, "malformed"),
-        ({"input_ids": [1, 2]}, "malformed"),  # nobody says what is the assistant's
-    ],
-)
-def test_a_form_that_is_none_is_a_reason(record, reason):
-    with pytest.raises(Unusable, match=f"^{reason}$"):
-        clean(record)
-
-
-def encoded(record: dict, **settings) -> tuple[list[tuple[list[int], list[int]]], list[str]]:
-    data = DataConfig(source="", **{"max_length": 100, **settings})
-    sequences, edits = encode_sequences(TOKENIZER, clean(record), data)
-    return [(sequence.input_ids.tolist(), sequence.loss_mask.tolist()) for _, sequence in sequences], edits
-
-
 def test_a_text_is_a_continuation_from_its_second_token_on():
     ids = TOKENIZER("once upon")["input_ids"]
-    assert encoded({"text": "once upon"}) == ([(ids, [0] + [1] * (len(ids) - 1))], ["text"])
-    assert encoded({"text": "once upon"}, max_length=4) == ([(ids[:4], [0, 1, 1, 1])], ["text"])
-    windows, edits = encoded({"text": "once upon"}, max_length=4, long="windows")
+    assert dumped({"text": "once upon"}) == ([(ids, [0] + [1] * (len(ids) - 1))], ["text"])
+    assert dumped({"text": "once upon"}, max_length=4) == ([(ids[:4], [0, 1, 1, 1])], ["text"])
+    windows, edits = dumped({"text": "once upon"}, max_length=4, long="windows")
     assert windows == [(ids[:4], [0, 1, 1, 1]), (ids[4:8], [0, 1, 1, 1])] and len(ids) == 9  # one token answers nothing
     assert edits == ["text", "cut_into_windows", "window_without_answer"]
-    for text, settings in (("once upon", {"max_length": 4, "long": "turns"}), ("x", {})):
-        with pytest.raises(Unusable, match=r"^(too_long|no_assistant_token)$"):
-            encoded({"text": text}, **settings)
 
 
 @pytest.mark.parametrize("name", ["loss_mask", "assistant_masks"])
 def test_tokens_are_dumped_as_they_are(name):
     record = {"input_ids": [5, 6, 7, 8, 9], name: [0, 0, 1, 0, 1]}
-    assert encoded(record) == ([([5, 6, 7, 8, 9], [0, 0, 1, 0, 1])], ["tokens"])
-    assert encoded(record | {name: [False, False, True, False, True]})[0] == encoded(record)[0]
+    assert dumped(record) == ([([5, 6, 7, 8, 9], [0, 0, 1, 0, 1])], ["tokens"])
+    assert dumped(record | {name: [False, False, True, False, True]})[0] == dumped(record)[0]
     padded = record | {"attention_mask": [1, 1, 1, 1, 0]}
-    assert encoded(padded) == ([([5, 6, 7, 8], [0, 0, 1, 0])], ["tokens"])
-    assert encoded(record, max_length=3) == ([([5, 6, 7], [0, 0, 1])], ["tokens"])
-    windows, edits = encoded(record | {name: [1, 1, 1, 0, 1]}, max_length=2, long="windows")
+    assert dumped(padded) == ([([5, 6, 7, 8], [0, 0, 1, 0])], ["tokens"])
+    assert dumped(record, max_length=3) == ([([5, 6, 7], [0, 0, 1])], ["tokens"])
+    windows, edits = dumped(record | {name: [1, 1, 1, 0, 1]}, max_length=2, long="windows")
     assert windows == [([5, 6], [0, 1])]  # nothing comes before a window's first token
     assert edits == ["tokens", "cut_into_windows", "window_without_answer", "window_without_answer"]
 
 
-@pytest.mark.parametrize(
-    ("ids", "mask", "reason"),
-    [
-        ([1, 2, 3], [0, 1], "malformed_tokens"),
-        ([], [], "malformed_tokens"),
-        ([1, 2], [0, 2], "malformed_tokens"),
-        ([1, 2], "01", "malformed_tokens"),
-        ([1, "2"], [0, 1], "malformed_tokens"),
-        ([1, True], [0, 1], "malformed_tokens"),
-        ([1, -100], [0, 1], "malformed_tokens"),
-        ([1, 2**40], [0, 1], "malformed_tokens"),
-        ([[1, 2]], [[0, 1]], "malformed_tokens"),
-        ([1, len(TOKENIZER)], [0, 1], "tokens_outside_vocabulary"),
-        ([1, 2], [0, 0], "no_assistant_token"),  # a template without generation tags: transformers' mask of zeros
-        ([1, 2], [1, 1], "only_assistant_tokens"),  # transformers#47325: marked to the end
-    ],
-)
-def test_a_mask_without_sense_costs_its_record(ids, mask, reason):
-    with pytest.raises(Unusable, match=f"^{reason}$"):
-        encoded({"input_ids": ids, "assistant_masks": mask})
-
-
 def test_the_language_of_mere_tokens_is_not_known(tmp_path):
-    source = tmp_path / "data.json"
-    source.write_text(json.dumps([{"id": "t", "input_ids": [1, 2], "loss_mask": [0, 1]}]))
-    intake = Intake(DataConfig(source=str(source), languages=["en"]))
+    intake = intake_of(tmp_path, [{"id": "t", "input_ids": [1, 2], "loss_mask": [0, 1]}], languages=["en"])
     assert not list(intake) and intake.rejected == [("t", "language")]

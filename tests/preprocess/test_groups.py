@@ -4,6 +4,7 @@ import json
 import re
 from datetime import date
 from decimal import Decimal
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,7 +21,7 @@ from preprocess.dump.report import report_lines
 from preprocess.sources.groups import LONGEST, held_out
 from preprocess.sources.intake import Intake
 from tests.kit import ROOT, byte_tokenizer, write_sharegpt
-from tests.preprocess.test_dialogues import A, Q, turns
+from tests.preprocess.records import A, Q, intake_of, record, turns
 
 SHAREGPT = [f"{stem:07d}_{part}" for stem in range(300) for part in (0, 11, 7)[: 1 + stem % 3]]
 
@@ -31,12 +32,8 @@ NOTHING = (None, float("nan"), "", [], {})  # values of a key that name no group
 
 def groups_of(tmp_path, ids: list[str], group: str | None = None, **columns) -> tuple[dict[str, str], dict]:
     """Of each record, by id; what was counted."""
-    source = tmp_path / "data.json"
-    records = [
-        {"id": doc_id, "conversations": turns(("human", f"q{n}"), ("gpt", f"a{n}"))} for n, doc_id in enumerate(ids)
-    ]
-    source.write_text(json.dumps([record | columns for record in records]))
-    intake = Intake(DataConfig(source=str(source), group=group))
+    records = [record(("human", f"q{n}"), ("gpt", f"a{n}"), doc_id=doc_id) | columns for n, doc_id in enumerate(ids)]
+    intake = intake_of(tmp_path, records, group=group)
     return {dialogue.doc_id: dialogue.group for dialogue in intake}, intake.grouped
 
 
@@ -90,9 +87,8 @@ def test_the_recipe_may_say_what_belongs_together(tmp_path, group, names):
 
 @pytest.mark.parametrize("group", ["absent", "user-id", "^nothing"])
 def test_a_group_that_no_record_has_is_refused(tmp_path, group):
-    with pytest.raises(
-        PipelineError, match=rf"data\.group='{re.escape(group)}' is in none of 1 records: expected a key"
-    ):
+    message = rf"data\.group='{re.escape(group)}' is in none of 1 records: expected a key"
+    with pytest.raises(PipelineError, match=message):
         groups_of(tmp_path, ["u1/chat_1"], group, **{"user-id": "u1"})
 
 
@@ -107,14 +103,11 @@ def test_an_expression_that_takes_forever_is_refused(tmp_path, monkeypatch, grou
 
 
 def test_an_expression_is_compiled_once_for_all_records_and_by_the_library_that_checks_it(tmp_path, monkeypatch):
-    data = DataConfig(source="", group=r"^\p{Lu}+(?=_)")  # which Python's own library does not know
+    pattern = r"^\p{Lu}+(?=_)"  # which Python's own library does not know
     compiled, compile_it = [], regex.compile
     monkeypatch.setattr(regex, "compile", lambda pattern: compiled.append(pattern) or compile_it(pattern))
-    source = tmp_path / "data.json"
-    said = [turns(("human", f"q{n}"), ("gpt", f"a{n}")) for n in range(50)]
-    source.write_text(json.dumps([{"id": f"ÄB_{n}", "conversations": said[n]} for n in range(50)]))
-    intake = Intake(data.model_copy(update={"source": str(source)}))
-    assert {dialogue.group for dialogue in intake} == {"ÄB"} and compiled == [data.group]
+    groups, _ = groups_of(tmp_path, [f"ÄB_{n}" for n in range(50)], pattern)
+    assert set(groups.values()) == {"ÄB"} and compiled == [pattern] * 2  # the recipe's check, then all records
 
 
 def test_a_broken_expression_is_refused(tmp_path):
@@ -125,17 +118,11 @@ def test_a_broken_expression_is_refused(tmp_path):
 # -- one question ----------------------------------------------------------------------------------------------------
 
 
-def intake_of(tmp_path, dialogues: list[tuple[str, list[dict]]], **settings) -> Intake:
-    source = tmp_path / "data.json"
-    source.write_text(json.dumps([{"id": doc_id, "conversations": said} for doc_id, said in dialogues]))
-    return Intake(DataConfig(source=str(source), **settings))
-
-
-def samples(form: str, system: bool = False) -> list[tuple[str, list[dict]]]:
+def samples(form: str, system: bool = False) -> list[dict]:
     """100 questions with 8 answers each, in turn, after different system turns or none."""
     before = [[("system", f"s{number % 3}")] if system else [] for number in range(800)]
     pairs = [(("human", form.format(n % 100, " " * (n // 100))), ("gpt", f"answer {n}")) for n in range(800)]
-    return [(f"s{n}", turns(*before[n], *pairs[n])) for n in range(800)]
+    return [record(*before[n], *pairs[n], doc_id=f"s{n}") for n in range(800)]
 
 
 @pytest.mark.parametrize("form", ["question {}?", "question {}?{}", " question{1} {0}?"])
@@ -162,17 +149,20 @@ def test_no_prompt_is_trained_on_and_each_is_another_question(tiny_recipe, tmp_p
 
 
 def test_a_question_that_is_asked_once_keeps_the_side_of_its_record(tmp_path):
-    said = [(f"d{n}", turns(("human", "again" if n % 5 == 0 else f"q{n}"), ("gpt", f"a{n}"))) for n in range(20)]
-    intake = intake_of(tmp_path, said)
+    asked = [("human", "again" if n % 5 == 0 else f"q{n}") for n in range(20)]
+    records = [record(asked[n], ("gpt", f"a{n}"), doc_id=f"d{n}") for n in range(20)]
+    intake = intake_of(tmp_path, records)
     assert [dialogue.group for dialogue in intake] == [f"d{n if n % 5 else 0}" for n in range(20)]
     assert intake.grouped["sharing_dialogues"] == 4
-    groups = [dialogue.group for dialogue in intake_of(tmp_path, said, group="id")]
+    groups = [dialogue.group for dialogue in intake_of(tmp_path, records, group="id")]
     assert groups == [f"d{n}" for n in range(20)]
 
 
 def test_a_duplicate_shares_no_question(tmp_path):
-    said = turns(("human", "q"), ("gpt", "a"))
-    intake = intake_of(tmp_path, [("d0", said), ("d1", said), ("d2", [*said, *turns(("human", "?"), ("gpt", "b"))])])
+    pairs = [("human", "q"), ("gpt", "a")]
+    longer = [*pairs, ("human", "?"), ("gpt", "b")]
+    given = [("d0", pairs), ("d1", pairs), ("d2", longer)]
+    intake = intake_of(tmp_path, [record(*turns, doc_id=doc_id) for doc_id, turns in given])
     assert [dialogue.group for dialogue in intake] == ["d0", "d0"] and intake.rejected == [("d1", "duplicate_text")]
     assert intake.grouped == {"conversations": 0, "dialogues": 0, "shared_questions": 1, "sharing_dialogues": 2}
 
@@ -186,8 +176,8 @@ def test_a_conversation_follows_the_question_of_its_first_part_and_a_later_part_
     a, b = first[0][:7], other[0][:7]
     asked = [(f"{a}_0", "one"), (f"{a}_5", "more"), (f"{b}_0", "one"), (f"{b}_5", "go"), ("ccccccc_0", "two")]
     asked += [("ccccccc_3", "more"), (f"{other[-1][:7]}_0", "three"), (f"{other[-1][:7]}_2", "more")]
-    said = [(doc_id, turns(("human", text), ("gpt", doc_id))) for doc_id, text in asked]
-    intake = intake_of(tmp_path, said, heldout_fraction=0.5)
+    records = [record(("human", text), ("gpt", doc_id), doc_id=doc_id) for doc_id, text in asked]
+    intake = intake_of(tmp_path, records, heldout_fraction=0.5)
     groups = {dialogue.doc_id: dialogue.group for dialogue in intake}
     assert [groups[name] for name in (f"{a}_0", f"{a}_5", f"{b}_0", f"{b}_5")] == [a] * 4
     same = held_out("ccccccc", 0.5) == held_out(a, 0.5)
@@ -201,8 +191,8 @@ def test_a_conversation_follows_the_question_of_its_first_part_and_a_later_part_
 
 def test_other_texts_of_one_id_are_kept_on_its_side_under_ids_of_their_own(tmp_path):
     """`cat a.jsonl b.jsonl`: the second half was gone as "duplicate"."""
-    said = [turns(("human", f"q{n}"), ("gpt", f"a{n}")) for n in range(4)]
-    intake = intake_of(tmp_path, [("0", said[0]), ("1", said[1]), ("0", said[2]), ("1", said[3]), ("0", said[2])])
+    given = [("0", "q0"), ("1", "q1"), ("0", "q2"), ("1", "q3"), ("0", "q2")]
+    intake = intake_of(tmp_path, [record(("human", text), A, doc_id=doc_id) for doc_id, text in given])
     first, second, third, fourth = intake
     assert [first.doc_id, second.doc_id, third.group, fourth.group] == ["0", "1", "0", "1"]
     assert third.doc_id.startswith("0@") and fourth.doc_id.startswith("1@")
@@ -237,9 +227,7 @@ def test_a_repeated_id_stays_in_its_conversation_in_a_regenerated_file(tmp_path,
 def test_records_of_one_text_that_say_more_of_it_are_no_duplicates(tmp_path, more):
     """The second was lost, with its loss and its thoughts."""
     plain = {"id": "a", "conversations": turns(Q, A)}
-    source = tmp_path / "data.json"
-    source.write_text(json.dumps([plain, plain | more, plain | more, plain | {"id": "b"}]))
-    intake = Intake(DataConfig(source=str(source)))
+    intake = intake_of(tmp_path, [plain, plain | more, plain | more, plain | {"id": "b"}])
     first, second = intake
     assert (first.doc_id, second.group, second.edits[-1]) == ("a", "a", "id_repeated") and first.text == second.text
     assert intake.rejected == [("a", "duplicate"), ("b", "duplicate_text")]
@@ -250,11 +238,8 @@ def test_records_of_one_text_that_say_more_of_it_are_no_duplicates(tmp_path, mor
 
 def groups_by(tmp_path, values: list) -> tuple[list[str], dict]:
     """Of records with these values of "user", by "user"; what was counted."""
-    source = tmp_path / "data.json"
-    said = [turns(("human", f"q{n}"), ("gpt", f"a{n}")) for n in range(len(values))]
-    records = [{"id": f"d{n}", "conversations": said[n], "user": value} for n, value in enumerate(values)]
-    source.write_text(json.dumps(records))
-    intake = Intake(DataConfig(source=str(source), group="user"))
+    records = [record(("human", f"q{n}"), A, doc_id=f"d{n}") | {"user": value} for n, value in enumerate(values)]
+    intake = intake_of(tmp_path, records, group="user")
     return [dialogue.group for dialogue in intake], intake.grouped
 
 
@@ -302,30 +287,23 @@ def test_values_of_parquets_own_types_are_no_group_and_decimals_are_numbers(tmp_
         list(Intake(DataConfig(source=str(source), group="day")))
 
 
-def test_the_report_says_how_many_have_no_group(tiny_recipe, tmp_path):
-    records = json.loads(write_sharegpt(tmp_path / "data.json").read_text())
-    for number, record in enumerate(records):
-        record |= {"user": number // 2} if number < 50 else {}
-    (tmp_path / "data.json").write_text(json.dumps(records))
-    data = tiny_recipe.data.model_copy(update={"source": str(tmp_path / "data.json"), "group": "user"})
+def report_of(tiny_recipe, records: list[dict], folder: Path, **settings) -> list[str]:
+    data = tiny_recipe.data.model_copy(update={"source": intake_of(folder, records).data.source, **settings})
     plan = Plan(tiny_recipe.model_copy(update={"data": data}), byte_tokenizer())
     rows = [task.documents for task in plan.tasks() if task.split != "answers"]
-    shards = [ShardRecord("", "train", n, len(one), 0, 0, 0, "") for n, one in enumerate(rows)]
-    report = report_lines(
-        plan.recipe, Manifest(FeatureSpec(32, "float32", "", "", "", ""), shards, plan.accounting(shards))
-    )
+    shards = [ShardRecord("", "train", n, len(documents), 0, 0, 0, "") for n, documents in enumerate(rows)]
+    spec = FeatureSpec(32, "float32", "", "", "", "")
+    return report_lines(plan.recipe, Manifest(spec, shards, plan.accounting(shards)))
+
+
+def test_the_report_says_how_many_have_no_group_and_how_many_share_a_question(tiny_recipe, tmp_path):
+    records = json.loads(write_sharegpt(tmp_path / "data.json").read_text())
+    records = [item | ({"user": number // 2} if number < 50 else {}) for number, item in enumerate(records)]
+    report = report_of(tiny_recipe, records, tmp_path, group="user")
     assert "split: 50 dialogues are parts of 25 conversations, each on one side" in report
     assert "split: 10 records have no group by data.group='user': each is split by its id" in report
-
-
-def test_the_report_says_how_many_share_a_question(tiny_recipe, tmp_path):
-    said = [("human", f"q{n // 2}" if n < 8 else f"q{n}") for n in range(40)]
-    intake = intake_of(tmp_path, [(f"d{n}", turns(said[n], ("gpt", f"a{n}"))) for n in range(40)])
-    data = tiny_recipe.data.model_copy(update={"source": intake.data.source})
-    plan = Plan(tiny_recipe.model_copy(update={"data": data}), byte_tokenizer())
-    rows = [task.documents for task in plan.tasks() if task.split != "answers"]
-    shards = [ShardRecord("", "train", n, len(one), 0, 0, 0, "") for n, one in enumerate(rows)]
-    report = report_lines(
-        plan.recipe, Manifest(FeatureSpec(32, "float32", "", "", "", ""), shards, plan.accounting(shards))
+    asked = [("human", f"q{n // 2}" if n < 8 else f"q{n}") for n in range(40)]
+    records = [record(asked[n], ("gpt", f"a{n}"), doc_id=f"d{n}") for n in range(40)]
+    assert "split: 8 dialogues begin with one of 4 questions that are repeated, each on one side" in report_of(
+        tiny_recipe, records, tmp_path
     )
-    assert "split: 8 dialogues begin with one of 4 questions that are repeated, each on one side" in report

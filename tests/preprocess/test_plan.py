@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from pipeline.basics.errors import PipelineError
 from pipeline.features.shards import ANSWERS, ShardRecord
-from pipeline.lm import chat
 from pipeline.lm.chat import encode
 from pipeline.recipe.recipe import Recipe
 from preprocess.dump.plan import Plan
@@ -196,17 +195,6 @@ def test_answers_apart_are_documents_and_accounted_for(source, rule):
     assert counts["skipped"]["train is full"] > 0
     train, validation = ({d.doc_id.split("#")[0] for d in documents_of(tasks, s)} for s in ("train", "validation"))
     assert len(documents_of(tasks, "train")) == 21 and not train & validation
-
-
-def test_a_record_that_takes_too_much_work_is_rejected_and_accounted_for(source, monkeypatch):
-    monkeypatch.setattr(chat, "MOST_WORK", 5_000, raising=False)
-    records = json.loads(source.read_text())
-    records.insert(1, {"id": "long", "conversations": [turn for record in records for turn in record["conversations"]]})
-    source.write_text(json.dumps(records))
-    plan, tasks = planned(recipe_for(source, data={"heldout_fraction": 0.1}))
-    assert plan.rejected == [("long", "too_long_to_render")]
-    counts = plan.accounting(as_if_written(tasks))
-    assert counts["rejected"] == {"too_long_to_render": 1} and counts["accepted"] + 1 == counts["records"] == 61
 
 
 def test_a_lost_dialogue_is_noticed(source):

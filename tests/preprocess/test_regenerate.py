@@ -13,14 +13,12 @@ from pipeline.artifacts.regenerated import are_of
 from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.basics.files import sha256, write_sealed
 from pipeline.decoding.generate import repeats_itself
-from pipeline.features.source import Answer
-from pipeline.lm import chat
 from pipeline.lm.fingerprint import weights_sha256
 from pipeline.lm.model import fingerprint, load_tokenizer
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import DataConfig
-from preprocess.dump.answers import AnswerWorker
+from preprocess.dump.answers import AnswerWorker, Part
 from preprocess.dump.interview import Conversation
 from preprocess.dump.plan import Plan
 from preprocess.dump.task import ShardTask
@@ -38,6 +36,7 @@ from tests.kit import (
     write_recipe,
     write_sharegpt,
 )
+from tests.preprocess.records import TOKENIZER, ask, messages
 from tests.templates import GPT_OSS, QWEN_3, QWEN_3_THINKING, settled
 
 
@@ -108,18 +107,17 @@ def test_top_k_of_one_is_greedy(tiny_recipe):
     assert sampled(tiny_recipe, top_k=1) == sampled(tiny_recipe, temperature=0.0)
 
 
-def test_no_answer_runs_past_the_targets_positions(tiny_recipe):
+def test_no_answer_runs_past_the_targets_positions(tiny_recipe, monkeypatch):
     """1,024 of them; the longest questions that leave room for an answer are asked, the others are not."""
     positions = 1024
     longer = tiny_recipe.model_copy(update={"data": tiny_recipe.data.model_copy(update={"max_length": 5000})})
-    worker = AnswerWorker(with_answers(longer, max_new_tokens=positions - 60))
-    worker.ready()
-    for length, end in ((20, None), (100, "too_long")):
-        conversation = Conversation("id", [], ["x" * length])
-        prompt = worker._interview._prompt(conversation)
-        assert conversation.end == end and (prompt is None or len(prompt) <= 60)
     with pytest.raises(PipelineError, match="leaves no room for a question"):
         AnswerWorker(with_answers(longer, max_new_tokens=positions)).ready()
+    short, long = (Dialogue(str(length), messages("x" * length, "a"), ()) for length in (20, 100))
+    recipe = with_answers(longer, max_new_tokens=positions - 60)
+    AnswerWorker(recipe).ready()
+    part, (prompt,) = ask(monkeypatch, recipe, TOKENIZER, ids_of("so<|end|>"), short, long)
+    assert part.rejected == {"100": "too_long"} and len(ids_of(prompt)) <= 60
 
 
 @pytest.mark.parametrize(
@@ -141,35 +139,33 @@ def test_what_counts_as_a_loop(ids, loop):
     assert repeats_itself(ids) is loop
 
 
-def test_a_loop_an_empty_and_a_cut_answer_end_a_dialogue(tiny_recipe):
-    worker = AnswerWorker(tiny_recipe)
-    worker.ready()
-    stop, text = (
-        next(iter(worker._interview._source.stop_ids)),
-        worker._interview._source.tokenizer("hello there")["input_ids"],
-    )
-
-    def taken(answer: list[int]) -> Conversation:
-        conversation = Conversation("id", [], ["one", "two"])
-        worker._interview._take(conversation, [], Answer(answer))
-        return conversation
-
-    good = taken([*text, stop])
-    assert good.messages[-1] == {"role": "assistant", "content": "hello there"} and good.open
-    for answer, end, answers in (
-        ([stop], "empty_answer", 0),
-        (text[:1] * 40, "repetitive_answer", 0),
-        (text, "cut_answer", 1),
-    ):
-        conversation = taken(answer)
-        assert (conversation.end, conversation.answers, conversation.open) == (end, answers, False)
-        assert conversation.tokens == len(answer)
+TWO = Dialogue("two", messages("one", "x", "two", "y"), ())
 
 
-def test_thoughts_stay_with_their_answer_and_are_no_answer_by_themselves(tiny_recipe):
-    worker = AnswerWorker(tiny_recipe)
-    worker.ready()
-    for template, thought, answer, kept in (
+def ids_of(text: str, tokenizer=TOKENIZER) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "answers", "rejected", "edits"),
+    [
+        ("hello there<|end|>", 2, {}, {}),
+        ("<|end|>", 0, {"two": "empty_answer"}, {}),
+        ("h" * 40, 0, {"two": "repetitive_answer"}, {}),
+        ("hello there", 1, {}, {"cut_answer": 1}),
+    ],
+)
+def test_a_loop_an_empty_and_a_cut_answer_end_a_dialogue(tiny_recipe, monkeypatch, reply, answers, rejected, edits):
+    part, _ = ask(monkeypatch, tiny_recipe, TOKENIZER, ids_of(reply), TWO)
+    assert (part.answers, part.rejected, part.edits) == (answers, rejected, edits)
+    assert part.tokens == max(answers, 1) * len(ids_of(reply))
+    given = [turn["content"] for dialogue in part.dialogues for turn in dialogue["messages"][1::2]]
+    assert given == ["hello there"] * answers
+
+
+@pytest.mark.parametrize(
+    ("template", "thought", "answer", "kept"),
+    [
         (QWEN_3, "<think>\nhm\n", "</think>\n\nwell", {"content": "<think>\nhm\n</think>\n\nwell"}),
         (QWEN_3_THINKING, "hm\n", "</think>\n\nwell", {"content": "hm\n</think>\n\nwell"}),
         (
@@ -178,21 +174,25 @@ def test_thoughts_stay_with_their_answer_and_are_no_answer_by_themselves(tiny_re
             "<|end|><|start|>assistant<|channel|>final<|message|>well",
             {"content": "well", "reasoning_content": "hm"},
         ),
-    ):
-        tokenizer = worker._interview._source.tokenizer = settled(template)
-        worker._interview._source.stop_ids = frozenset([tokenizer.eos_token_id])
+    ],
+    ids=["qwen-3", "qwen-3, thinking", "gpt-oss"],
+)
+def test_thoughts_stay_with_their_answer_and_are_no_answer_by_themselves(
+    tiny_recipe, monkeypatch, template, thought, answer, kept
+):
+    tokenizer = settled(template)
+    data = tiny_recipe.data.model_copy(update={"max_length": 1000})
+    recipe = with_answers(tiny_recipe.model_copy(update={"data": data}), max_new_tokens=100)
 
-        def taken(text: str, *stop: int, tokenizer=tokenizer) -> Conversation:
-            conversation = Conversation("id", [], ["one", "two"])
-            answer = Answer([*tokenizer(text, add_special_tokens=False)["input_ids"], *stop])
-            worker._interview._take(conversation, [], answer)
-            return conversation
+    def given(text: str, *stop: int) -> tuple[Part, list[str]]:
+        return ask(monkeypatch, recipe, tokenizer, [*ids_of(text, tokenizer), *stop], TWO)
 
-        whole = taken(thought + answer, tokenizer.eos_token_id)
-        assert whole.messages[-1] == {"role": "assistant", **kept} and whole.open
-        assert (taken(thought).end, taken(thought).answers) == ("cut_in_thoughts", 0)
-        assert (taken(thought + answer).end, taken(thought + answer).answers) == ("cut_answer", 1)
-        assert "hm" not in chat.render(tokenizer, [*whole.messages, {"role": "user", "content": "two"}], True)
+    whole, prompts = given(thought + answer, tokenizer.eos_token_id)
+    assert whole.dialogues[0]["messages"][1] == {"role": "assistant", **kept} and not whole.edits
+    assert len(prompts) == whole.answers == 2 and "hm" not in prompts[1]
+    assert given(thought)[0].rejected == {"two": "cut_in_thoughts"}
+    cut, _ = given(thought + answer)
+    assert cut.edits == {"cut_answer": 1} and cut.answers == 1
 
 
 def test_greedy_with_a_choice_is_refused(tiny_recipe):
@@ -285,36 +285,47 @@ def read_all(path: object) -> list[str]:
     return [dialogue.doc_id for dialogue in Intake(DataConfig(source=str(path)))]
 
 
+def flip_an_answer(path: Path) -> None:
+    """No JSON breaks by it: it was trained on."""
+    flip(path, path.read_bytes().index(b"because") + 2)
+
+
 @pytest.mark.parametrize("form", ["{}", "file://{}"])
-def test_a_flipped_bit_in_what_was_regenerated_is_refused(tmp_path, form):
-    """It was trained on: in an answer's text no JSON breaks."""
+@pytest.mark.parametrize(
+    ("manifest", "damage", "message"),
+    [
+        ({}, flip_an_answer, r"dialogues\.jsonl was changed or damaged"),
+        ({"dialogues_sha256": None}, lambda path: None, "its regeneration is not finished"),
+        (
+            {},
+            lambda path: replace_once(path.with_name("manifest.json"), "0000", "0001"),
+            r"manifest\.json was changed or damaged",
+        ),
+    ],
+    ids=["an answer", "not finished", "the manifest"],
+)
+def test_what_was_regenerated_and_is_not_whole_is_no_source(tmp_path, form, manifest, damage, message):
+    path = write_result(tmp_path, **manifest)
+    damage(path)
+    for _ in range(2):
+        with pytest.raises(PipelineError, match=rf"{message} .*Run jakiro regenerate again"):
+            read_all(form.format(path))
+
+
+@pytest.mark.parametrize("form", ["{}", "file://{}"])
+def test_what_was_regenerated_is_a_source(tmp_path, form):
     path = write_result(tmp_path)
     assert read_all(form.format(path)) == ["doc0", "doc1", "doc2"]
-    flip(path, path.read_bytes().index(b"because") + 2)
-    for _ in range(2):
-        with pytest.raises(
-            PipelineError, match=r"dialogues\.jsonl was changed or damaged .*Run jakiro regenerate again"
-        ):
-            read_all(form.format(path))
+    flip_an_answer(path)
     write_sealed(tmp_path / "manifest.json", {"made_by": {}, "dialogues_sha256": sha256(path)})
     assert len(read_all(form.format(path))) == 3
-
-
-def test_a_regeneration_that_is_not_finished_or_whose_manifest_is_damaged_is_no_source(tmp_path):
-    path = write_result(tmp_path, dialogues_sha256=None)
-    with pytest.raises(PipelineError, match=r"its regeneration is not finished .*Run jakiro regenerate again"):
-        read_all(path)
-    path = write_result(tmp_path)
-    replace_once(tmp_path / "manifest.json", "0000", "0001")
-    with pytest.raises(PipelineError, match=r"manifest\.json was changed or damaged .*Run jakiro regenerate again"):
-        read_all(path)
 
 
 @pytest.mark.parametrize("content", ["", "[3]", '{"files": ["dialogues.jsonl"]}', '{"made_by": "me"}', '{"seal": "x"}'])
 def test_somebody_elses_manifest_does_not_matter(tmp_path, content):
     path = write_result(tmp_path)
     (tmp_path / "manifest.json").write_text(content)
-    flip(path, path.read_bytes().index(b"because") + 2)
+    flip_an_answer(path)
     assert len(read_all(path)) == 3
     assert len(read_all(path.rename(tmp_path / "answers.jsonl"))) == 3
 
@@ -325,7 +336,7 @@ def test_what_was_regenerated_is_hashed_once_a_process(tmp_path, monkeypatch):
     assert read_all(path) == read_all(path) and hashed == [path]
 
 
-def test_what_nobody_asks_or_nobody_gives_results_for_is_left_out_and_counted(tiny_recipe, tmp_path):
+def test_what_nobody_asks_or_nobody_gives_results_for_is_left_out_and_counted(tiny_recipe, tmp_path, monkeypatch):
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     asked = {"role": "user", "content": "why?"}
@@ -347,20 +358,13 @@ def test_what_nobody_asks_or_nobody_gives_results_for_is_left_out_and_counted(ti
     assert skipped == {"no_turns": 2, "tool_calls": 2}
     tokenizer = settled(QWEN_3)
     tokenizer.chat_template = tool_templates.QWEN_3
-    worker, read = AnswerWorker(recipe), []
-    source, said = worker._interview._source, tokenizer("so", add_special_tokens=False)["input_ids"]
-    source.tokenizer, source.stop_ids = tokenizer, frozenset([tokenizer.eos_token_id])
-
-    def answers(prompts, *_, **__):
-        read.extend(tokenizer.decode(prompt.tokens) for prompt in prompts)
-        return [Answer([*said, tokenizer.eos_token_id])] * len(prompts)
-
-    source.answers = answers
-    with_tools, kept = worker.work(task).dialogues
-    assert with_tools["tools"] == [tool] and ["<tools>" in text for text in read] == [True, False, False]
+    reply = [*ids_of("so", tokenizer), tokenizer.eos_token_id]
+    part, prompts = ask(monkeypatch, recipe, tokenizer, reply, *task.documents)
+    with_tools, kept = part.dialogues
+    assert with_tools["tools"] == [tool] and ["<tools>" in text for text in prompts] == [True, False, False]
     assert kept["user"] == "u1"  # the same dialogues are held out
     assert [turn["role"] for turn in kept["messages"]][:2] == ["user", "assistant"]
-    assert worker.work(task).edits["later_system_dropped"] == 1
+    assert part.edits["later_system_dropped"] == 1
 
 
 def test_a_source_that_changed_is_refused(tiny_recipe):

@@ -4,10 +4,6 @@ import pytest
 from tokenizers import processors
 
 from pipeline.lm import chat
-from pipeline.lm.chat import Unusable
-from pipeline.recipe.sections import DataConfig
-from preprocess.sources.dialogues import clean
-from preprocess.sources.sequences import encode_sequences
 from tests.pipeline.test_chat import (
     CHATML,
     GEMMA,
@@ -19,7 +15,8 @@ from tests.pipeline.test_chat import (
     masked_runs,
     tokenizer_with,
 )
-from tests.templates import DEEPSEEK_R1, GPT_OSS, LLAMA_3_2, QWEN_3, SMOLLM_3, settled
+from tests.preprocess.records import dumped, encoded, runs
+from tests.templates import DEEPSEEK_R1, LLAMA_3_2, QWEN_3, SMOLLM_3, settled
 
 TOKENIZERS = {
     "smollm-2": tokenizer_with(CHATML),
@@ -42,21 +39,14 @@ CALL = (
 )
 
 
-def encoded(tokenizer, text: str, **settings) -> tuple[list[chat.Encoded], list[str]]:
-    sequences, edits = encode_sequences(tokenizer, clean({"text": text}), DataConfig(source="", **settings))
-    return [sequence for _, sequence in sequences], edits
-
-
 @pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 @pytest.mark.parametrize("begins", [True, False], ids=["as rendered", "without BOS"])
 def test_a_rendered_conversation_is_what_its_turns_are(tokenizer, begins):
     """Every token of it had a loss, the questions' as well."""
     text = chat.render(tokenizer, TWO_TURNS, False)
-    (found,), edits = encoded(tokenizer, text if begins else text.removeprefix("<s>"))
     (expected,) = chat.encode(tokenizer, TWO_TURNS, None)
-    assert found.input_ids.tolist() == expected.input_ids.tolist()
-    assert found.loss_mask.tolist() == expected.loss_mask.tolist()
-    assert edits == ["text", "rendered_text"]
+    whole = [(expected.input_ids.tolist(), expected.loss_mask.tolist())], ["text", "rendered_text"]
+    assert dumped({"text": text if begins else text.removeprefix("<s>")}, tokenizer) == whole
 
 
 def with_bos(tokenizer):
@@ -71,17 +61,15 @@ def test_no_text_gets_a_second_bos():
     begin, ids = tokenizer.bos_token_id, tokenizer("once upon")["input_ids"]
     assert ids[0] == begin
     for text in ("once upon", "<s>once upon"):
-        (found,), edits = encoded(tokenizer, text)
-        assert found.input_ids.tolist() == ids and edits == ["text"]
-        assert found.loss_mask.tolist() == [0] + [1] * (len(ids) - 1)
+        assert dumped({"text": text}, tokenizer) == ([(ids, [0] + [1] * (len(ids) - 1))], ["text"])
     rendered = chat.render(tokenizer, TWO_TURNS, False)
     for text in (rendered, rendered.removeprefix("<s>")):
-        (found,), _ = encoded(tokenizer, text)
+        (found,), _ = encoded({"text": text}, tokenizer)
         assert found.input_ids.tolist().count(begin) == 1 and found.input_ids[0] == begin
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "text", "runs"),
+    ("tokenizer", "text", "trained"),
     [
         (
             settled(QWEN_3, enable_thinking=False),
@@ -105,48 +93,26 @@ def test_no_text_gets_a_second_bos():
     ],
     ids=["what a prompt adds", "thoughts that a prompt opens", "cut", "a last call", "markers of words"],
 )
-def test_an_answer_spans_from_the_prompts_end_to_its_marker(tokenizer, text, runs):
-    (found,), _ = encoded(tokenizer, text)
-    assert masked_runs(tokenizer, found) == runs
-
-
-@pytest.mark.parametrize(
-    ("tokenizer", "text", "reason"),
-    [
-        (settled(LLAMA_3_2), "<|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|>", "no_assistant_token"),
-        (
-            settled(LLAMA_3_2),  # the answer has no end, and the next question would be trained with it
-            "<|start_header_id|>assistant<|end_header_id|>\n\na<|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|>",
-            "rendered_text_not_masked",
-        ),
-        (
-            settled(LLAMA_3_2),  # a call, and the tool's result would be trained with it
-            f"{CALL}<|start_header_id|>ipython<|end_header_id|>\n\n21C<|eot_id|>",
-            "rendered_text_not_masked",
-        ),
-        (settled(GPT_OSS), chat.render(settled(GPT_OSS), TWO_TURNS, False), "rendered_text_not_masked"),
-    ],
-    ids=["no answer", "no end", "a tool's result", "harmony"],
-)
-def test_a_rendered_conversation_without_a_mask_is_refused(tokenizer, text, reason):
-    with pytest.raises(Unusable, match=f"^{reason}$"):
-        encoded(tokenizer, text)
+def test_an_answer_spans_from_the_prompts_end_to_its_marker(tokenizer, text, trained):
+    assert runs({"text": text}, tokenizer) == trained
 
 
 def test_words_that_a_template_uses_as_markers_make_no_conversation_of_a_text():
     tokenizer, text = tokenizer_with(VICUNA), "The ASSISTANT: a play in one act."
-    (found,), edits = encoded(tokenizer, text)
+    (found,), edits = encoded({"text": text}, tokenizer)
     assert edits == ["text"] and found.loss_mask[1:].all()
 
 
 def test_rendered_conversations_are_cut_and_trained_by_the_recipes_rules():
     tokenizer = TOKENIZERS["smollm-2"]
     text = chat.render(tokenizer, TWO_TURNS, False)
-    (whole,), _ = encoded(tokenizer, text)
-    (last,), _ = encoded(tokenizer, text, train_turns="last")
+    (whole,), _ = encoded({"text": text}, tokenizer)
+    (last,), _ = encoded({"text": text}, tokenizer, train_turns="last")
     assert masked_runs(tokenizer, last) == masked_runs(tokenizer, whole)[1:]
     length = len(whole.input_ids) - 3
-    (cut,), _ = encoded(tokenizer, text, max_length=length)
+    (cut,), _ = encoded({"text": text}, tokenizer, max_length=length)
     assert cut.loss_mask.tolist() == whole.loss_mask[:length].tolist()
-    windows, edits = encoded(tokenizer, text, max_length=length + 2, long="windows")  # the last holds a line break
+    windows, edits = encoded(
+        {"text": text}, tokenizer, max_length=length + 2, long="windows"
+    )  # the last holds a line break
     assert len(windows) == 1 and "cut_into_windows" in edits and "window_without_answer" in edits

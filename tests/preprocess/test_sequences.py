@@ -91,8 +91,6 @@ def test_cut_takes_the_first_tokens_and_turns_whole_exchanges():
         [("doc", TEXTS[0] + TEXTS[1])],
         ["cut_at_a_turn"],
     )
-    with pytest.raises(Unusable, match=r"^too_long$"):
-        sequences_of(dialogue(LONG), max_length=30, long="turns")
 
 
 def test_windows_hold_every_exchange_once():
@@ -109,13 +107,9 @@ def test_a_window_has_the_system_turn_and_a_question_that_fits():
     assert len(got) > 1 and all(text.startswith("<|system|>Be brief.<|end|>\n<|user|>") for _, text in got)
     got, _ = sequences_of(dialogue([(5, 5), (200, 5), (6, 6)]), max_length=64, long="windows")
     assert [text[:9] for _, text in got] == ["<|user|>a", "<|user|>c"]
-    with pytest.raises(Unusable, match=r"^no_assistant_token$"):
-        sequences_of(dialogue([(200, 5), (200, 5)]), max_length=64, long="windows")
 
 
-def test_documents_below_the_minimum_are_rejected():
-    with pytest.raises(Unusable, match=r"^too_short$"):
-        sequences_of(dialogue([(5, 5)]), max_length=64, min_length=17)
+def test_a_document_of_the_minimum_is_kept():
     assert len(sequences_of(dialogue([(5, 5)]), max_length=64, min_length=16)[0]) == 1
 
 
@@ -161,15 +155,19 @@ def test_answers_that_are_shown_otherwise_later_are_documents_of_their_own(rule)
     assert sequences_of(alone, OFF, max_length=1000, long=rule) == ([("doc", upto(0))], [])
 
 
-def test_answers_apart_are_cut_by_every_rule():
+@pytest.mark.parametrize(
+    ("long", "third", "edits"),
+    [
+        ("cut", [], []),
+        ("turns", [], ["cut_at_a_turn"]),
+        ("windows", [("doc#2", upto(2, first=2))], ["cut_into_windows"]),
+    ],
+)
+def test_answers_apart_are_cut_by_every_rule(long, third, edits):
     limit = width(upto(1)) + 20  # the third answer's prompt is longer
-    got, edits = sequences_of(dialogue(TALK), OFF, max_length=limit, long="cut")
-    assert got == [("doc#0", upto(0)), ("doc#1", upto(1))] and edits == ["one_sequence_per_answer"]
-    got, edits = sequences_of(dialogue(TALK), OFF, max_length=limit, long="turns")
-    assert got == [("doc#0", upto(0)), ("doc#1", upto(1))] and edits == ["cut_at_a_turn", "one_sequence_per_answer"]
-    got, edits = sequences_of(dialogue(TALK), OFF, max_length=limit, long="windows")
-    assert got == [("doc#0", upto(0)), ("doc#1", upto(1)), ("doc#2", upto(2, first=2))]
-    assert edits == ["cut_into_windows", "one_sequence_per_answer"]
+    sequences = [("doc#0", upto(0)), ("doc#1", upto(1)), *third]
+    expected = sequences, [*edits, "one_sequence_per_answer"]
+    assert sequences_of(dialogue(TALK), OFF, max_length=limit, long=long) == expected
 
 
 def test_a_cut_answer_apart_keeps_what_fits_of_it():

@@ -45,21 +45,19 @@ def test_too_few_held_out_dialogues_are_told_with_every_number_before_a_dump(rec
 
 
 @pytest.mark.parametrize(
-    ("prompts", "advice", "taken"),
+    ("count", "wanted", "advice", "taken"),
     [
-        (10, "Set data.heldout_fraction=0.22", {"heldout_fraction": 0.22, "heldout_prompts": 10}),
-        (30, "Set data.heldout_fraction=0.3, and", {"heldout_fraction": 0.3, "heldout_prompts": 14}),
+        (60, 10, r"Set data\.heldout_fraction=0\.22", {"heldout_fraction": 0.22, "heldout_prompts": 10}),
+        (60, 30, r"Set data\.heldout_fraction=0\.3, and", {"heldout_fraction": 0.3, "heldout_prompts": 14}),
+        (8, 30, "Give more data$", None),  # whatever the fraction
     ],
 )
-def test_the_advice_holds(recipe, prompts, advice, taken):
+def test_the_advice_holds(recipe, count, wanted, advice, taken):
+    asked = {"heldout_fraction": 0.01 if taken else 0.2, "heldout_prompts": wanted}
     with pytest.raises(PipelineError, match=advice):
-        require_sizes(recipe(60, data={"heldout_fraction": 0.01, "heldout_prompts": prompts}, train={"keep": "best"}))
-    require_sizes(recipe(60, data=taken, train={"keep": "best"}))
-
-
-def test_too_few_dialogues_for_any_fraction_ask_for_more(recipe):
-    with pytest.raises(PipelineError, match=r"Give more data$"):
-        require_sizes(recipe(8, data={"heldout_prompts": 30}, train={"keep": "best"}))
+        require_sizes(recipe(count, data=asked, train={"keep": "best"}))
+    if taken:
+        require_sizes(recipe(count, data=taken, train={"keep": "best"}))
 
 
 def test_a_look_ends_where_it_knows_enough(recipe):
@@ -126,9 +124,8 @@ def test_each_question_is_one_prompt(recipe, tmp_path):
 def test_one_question_of_all_is_not_mended_by_a_fraction(recipe, tmp_path):
     one = recipe(60, data={"heldout_fraction": 0.1})
     shared_questions(tmp_path / "data.json", 1, 100)
-    with pytest.raises(
-        PipelineError, match=r"with 1 first questions .* Give data with more questions; or set data.group"
-    ):
+    message = r"with 1 first questions .* Give data with more questions; or set data.group"
+    with pytest.raises(PipelineError, match=message):
         require_sizes(one)
 
 

@@ -16,7 +16,7 @@ from preprocess.sources import json_records
 from preprocess.sources import read as sources
 from preprocess.sources.dialogues import clean
 from preprocess.sources.read import Tail, read_records
-from tests.preprocess.test_dialogues import A, record
+from tests.preprocess.records import A, record
 
 RECORDS = [record(("human", f"q{number}" * 20), A, doc_id=f"doc{number}") for number in range(5)]
 TEXT = json.dumps(RECORDS)
@@ -71,34 +71,70 @@ def test_records_arrive_as_the_file_is_read(tmp_path, monkeypatch):
     assert end > 2_000_000
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["", "   \n", "[", '[{"id": "doc0", "conv', "hello", "<html></html>", "\x89PNG", "3", '"text"', "null", "[]"],
-)
-def test_a_file_without_one_record_is_refused(tmp_path, content):
+NO_RECORD = "Expected a JSON list or JSON lines"
+NO_LIST = f"it is JSON, but no list of records.*{NO_RECORD}"
+DAMAGED = r"it is damaged after \d records"
+INDENTED = "\n".join(json.dumps(item, indent=2) for item in RECORDS)
+WRAPPED = json.dumps({"version": "1.0", "size": 5, "data": RECORDS, "more": {"a": [1]}})
+DATA = json.dumps({"data": RECORDS}, indent=1)
+
+# What a file holds, and the words of its refusal. Otherwise all behind the damage would be missing without a word.
+FILES = {
+    "nothing": ("", NO_RECORD),
+    "blanks": ("   \n", NO_RECORD),
+    "a bracket": ("[", NO_RECORD),
+    "half a record": ('[{"id": "doc0", "conv', NO_RECORD),
+    "a word": ("hello", NO_RECORD),
+    "a page": ("<html></html>", NO_RECORD),
+    "an image": ("\x89PNG", NO_RECORD),
+    "a number": ("3", NO_LIST),
+    "a text": ('"text"', NO_LIST),
+    "null": ("null", NO_LIST),
+    "an empty list": ("[]", NO_LIST),
+    "an empty list under data": ('{"data": []}', NO_LIST),
+    "an empty list under data in a line": ('{"data": [] }\n', NO_LIST),
+    "a list without a quote": (TEXT.replace('"doc2"', '"doc2'), DAMAGED),
+    "a list with garbage": (TEXT.replace('"doc2"', '@@"doc2"'), DAMAGED),
+    "a list with zeros": (TEXT.encode().replace(b'"doc2"', bytes(6)), DAMAGED),
+    "a list with no UTF-8": (TEXT.encode().replace(b'"doc2"', b'"\xff\xfe"'), DAMAGED),
+    "a list without a comma": (TEXT.replace(', {"id": "doc2"', ' {"id": "doc2"'), DAMAGED),
+    "a list and garbage": (f"{TEXT}garbage", DAMAGED),
+    "objects without a quote": (INDENTED.replace('"doc2"', '"doc2'), DAMAGED),
+    "data without a quote": (DATA.replace('"doc2"', '"doc2'), DAMAGED),
+    "data in a line without a quote": (WRAPPED.replace('"doc2"', '"doc2'), DAMAGED),
+    "a log's first line": (f"[INFO] fetched\n{LINES}", "its first record cannot be parsed"),
+    "a list, and lines": (f"[1, 2]\n{LINES}", "it is damaged after 2"),
+    "a list of lists, and lines": (f"[[1], [2]]\n{LINES}", "it is damaged after 2"),
+    "an empty list, and lines": (f"[]\n{LINES}", NO_LIST),
+    "UTF-16": (TEXT.encode("utf-16"), "convert it"),
+    "UTF-16 without a mark, little": (LINES.encode("utf-16-le"), "convert it"),
+    "UTF-16 without a mark, big": (TEXT.encode("utf-16-be"), "convert it"),
+    "UTF-32": (LINES.encode("utf-32"), "convert it"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), FILES.values(), ids=FILES)
+def test_a_file_that_is_damaged_or_holds_no_record_is_refused_by_its_name(tmp_path, content, message):
     source = write(tmp_path, content)
-    with pytest.raises(PipelineError, match="Expected a JSON list or JSON lines") as caught:
+    with pytest.raises(PipelineError, match=message) as caught:
         read(source)
     assert source in str(caught.value)
-    assert ("it is JSON, but no list of records" in str(caught.value)) == (content in ("3", '"text"', "null", "[]"))
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("source", "message"),
     [
-        lambda text: text.replace(b'"doc2"', b'"doc2'),
-        lambda text: text.replace(b'"doc2"', b'@@"doc2"'),
-        lambda text: text.replace(b'"doc2"', b"\0\0\0\0\0\0"),
-        lambda text: text.replace(b'"doc2"', b'"\xff\xfe"'),
-        lambda text: text.replace(b', {"id": "doc2"', b' {"id": "doc2"'),
-        lambda text: text + b"garbage",
+        ("{}/absent.json", r"data\.source .*/absent\.json does not exist"),
+        ("{}", "cannot be read"),
+        ("nosuch://bucket/data.json", "nosuch"),
+        ("embedded:alpaca", "there is 'embedded:sharegpt'"),
+        ("datasets:no/such-data-set", "cannot be read"),
+        ("absent.parquet", "cannot be read"),
     ],
-    ids=["quote", "garbage", "zeros", "utf-8", "comma", "behind the end"],
 )
-def test_damage_in_the_middle_is_refused_and_not_taken_for_a_torn_tail(tmp_path, damage):
-    """Otherwise everything behind the damage would be missing without a word."""
-    with pytest.raises(PipelineError, match=r"it is damaged after \d records"):
-        read(write(tmp_path, damage(TEXT.encode())))
+def test_a_source_that_is_not_there_is_one_clear_error(tmp_path, source, message):
+    with pytest.raises(PipelineError, match=message):
+        read(source.format(tmp_path))
 
 
 def test_half_an_emoji_costs_one_record(tmp_path):
@@ -180,48 +216,10 @@ def test_a_number_of_thousands_of_digits_is_one_malformed_record(tmp_path):
         assert [fate(item) for item in got[1:3]] == ["malformed"] * 2
 
 
-@pytest.mark.parametrize(
-    "garbage",
-    [
-        "hello",
-        "null",
-        "3",
-        "\udcff\udc89PNG",
-    ],
-)
+@pytest.mark.parametrize("garbage", [b"hello", b"null", b"3", b"\xff\x89PNG"])
 def test_a_first_line_that_is_garbage_is_one_malformed_record(tmp_path, garbage):
-    got, tail = read(write(tmp_path, garbage.encode(errors="surrogateescape") + b"\n" + LINES.encode()))
+    got, tail = read(write(tmp_path, garbage + b"\n" + LINES.encode()))
     assert got[1:] == RECORDS and tail == Tail(None) and fate(got[0]) == "malformed"
-
-
-@pytest.mark.parametrize("garbage", ["[INFO] fetched", "[1, 2]", "[[1], [2]]", "[]"])
-def test_lines_behind_what_begins_as_a_list_are_refused(tmp_path, garbage):
-    with pytest.raises(PipelineError, match=r"its first record cannot be parsed|it is damaged after 2|no list of rec"):
-        read(write(tmp_path, f"{garbage}\n{LINES}"))
-
-
-@pytest.mark.parametrize(
-    ("text", "encoding"), [(TEXT, "utf-16"), (LINES, "utf-16-le"), (TEXT, "utf-16-be"), (LINES, "utf-32")]
-)
-def test_text_of_two_bytes_a_character_is_refused_with_what_to_do(tmp_path, text, encoding):
-    with pytest.raises(PipelineError, match="convert it"):
-        read(write(tmp_path, text.encode(encoding)))
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("{}/absent.json", r"data\.source .*/absent\.json does not exist"),
-        ("{}", "cannot be read"),
-        ("nosuch://bucket/data.json", "nosuch"),
-        ("embedded:alpaca", "there is 'embedded:sharegpt'"),
-        ("datasets:no/such-data-set", "cannot be read"),
-        ("absent.parquet", "cannot be read"),
-    ],
-)
-def test_a_source_that_is_not_there_is_one_clear_error(tmp_path, source, message):
-    with pytest.raises(PipelineError, match=message):
-        read(source.format(tmp_path))
 
 
 # -- JSON lines ------------------------------------------------------------------------------------------------------
@@ -250,9 +248,6 @@ def test_a_bad_line_is_one_malformed_record_and_no_more(tmp_path):
 
 # -- JSON in other shapes, CSV ---------------------------------------------------------------------------------------
 
-INDENTED = "\n".join(json.dumps(item, indent=2) for item in RECORDS)
-WRAPPED = json.dumps({"version": "1.0", "size": 5, "data": RECORDS, "more": {"a": [1]}})
-
 
 @pytest.mark.parametrize(
     "text",
@@ -261,7 +256,7 @@ WRAPPED = json.dumps({"version": "1.0", "size": 5, "data": RECORDS, "more": {"a"
         INDENTED.replace("\n", "\r\n"),
         f"\n {INDENTED}\n\n",
         WRAPPED,
-        json.dumps({"data": RECORDS}, indent=1),
+        DATA,
         '{"data": [\n' + ",\n".join(map(json.dumps, RECORDS)) + "\n]}\n",
     ],
 )
@@ -275,15 +270,9 @@ def test_objects_over_several_lines_and_a_list_under_data_are_read(tmp_path, mon
     assert read(str(path)) == (RECORDS, Tail(None))
 
 
-@pytest.mark.parametrize("text", [INDENTED, json.dumps({"data": RECORDS}, indent=1), WRAPPED])
-def test_these_have_a_torn_tail_and_damage_too(tmp_path, text):
-    fourth = text.index('"doc4"')
-    assert read(write(tmp_path, text[:fourth])) == (RECORDS[:4], Tail(4))
-    with pytest.raises(PipelineError, match=r"it is damaged after \d records"):
-        read(write(tmp_path, text.replace('"doc2"', '"doc2')))
-    for wrapped in ('{"data": []}', '{"data": [] }\n'):
-        with pytest.raises(PipelineError, match="it is JSON, but no list of records"):
-            read(write(tmp_path, wrapped))
+@pytest.mark.parametrize("text", [INDENTED, DATA, WRAPPED])
+def test_these_have_a_torn_tail_too(tmp_path, text):
+    assert read(write(tmp_path, text[: text.index('"doc4"')])) == (RECORDS[:4], Tail(4))
 
 
 def test_json_lines_that_hold_data_or_begin_with_a_broken_line_stay_json_lines(tmp_path):
