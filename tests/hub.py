@@ -3,11 +3,18 @@ and reads from it.
 """
 
 import base64
+import contextlib
 import hashlib
 import json
+from collections.abc import Iterator
 from threading import Event
 from urllib.parse import unquote
 
+import httpx2
+from huggingface_hub import constants, set_client_factory
+from huggingface_hub.utils._http import default_client_factory
+
+from eval.release import hub as asking
 from tests.loopback import Handler, Loopback
 
 HEAD = "a" * 40  # the commit that it says it has
@@ -173,3 +180,29 @@ class Hub(Loopback):
                 self.answer(found | ({"pullRequestUrl": f"{hub.url}/me/draft/discussions/1"} if asked else {}))
 
         return HubHandler
+
+
+@contextlib.contextmanager
+def reached(monkeypatch, hub: Hub, **settings: object) -> Iterator[Hub]:
+    """This process asks it, with its token; `settings` are others of huggingface_hub."""
+    reach(monkeypatch, hub.url)
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    for name, value in settings.items():
+        monkeypatch.setattr(constants, name, value)
+    yield hub
+    set_client_factory(default_client_factory)  # which refuses what is offline, also for other tests
+
+
+def reach(monkeypatch, url: str) -> None:
+    """Of huggingface_hub's settings, which it reads once, those of this test; it does not wait between its tries."""
+    settings = {"ENDPOINT": url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": False}
+    settings["HUGGINGFACE_CO_URL_TEMPLATE"] = url + "/{repo_id}/resolve/{revision}/{filename}"
+    for name, value in settings.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    hurry(monkeypatch, 60)
+
+
+def hurry(monkeypatch, seconds: float) -> None:
+    """So long an answer is waited for: short only where none will come."""
+    monkeypatch.setattr(asking, "TIMEOUT", httpx2.Timeout(seconds, connect=5))

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants, set_client_factory
-from huggingface_hub.utils._http import default_client_factory
+from huggingface_hub import constants
 from safetensors.torch import save_file
 
 import pipeline
 from eval import main as evaluation
-from eval.published import recipe_of
+from eval.published import DEFAULT, recipe_of
 from pipeline.artifacts import checkpoint, reports
 from pipeline.artifacts.imported import Imported, import_draft
 from pipeline.artifacts.provenance import own_recipe, write_own_recipe
@@ -26,7 +25,6 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256, write_sealed
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
-from pipeline.features.shards import Manifest
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import identify, identify_if_here
 from pipeline.recipe.load import load_recipe, override_arguments
@@ -35,13 +33,11 @@ from pipeline.running import entry, markdown
 from pipeline.serving.export import export
 from pipeline.serving.load import target_of
 from preprocess.verify import main as verify
-from tests.eval.test_push import reach
-from tests.hub import Hub
+from tests.hub import HEAD, Hub, reached
 from tests.kit import call, change_sealed, dump_here, recipe_tree, replace_once, write_sharegpt
-from tests.pipeline.taught import make_draft
+from tests.pipeline.taught import make_draft, write_release
 from train.start import read_start
 
-COMMIT = "a" * 40
 ADDRESS = "stranger/draft"
 
 
@@ -86,13 +82,10 @@ def release(tiny_target, loaded_target, embed_head, tmp_path) -> Path:
     theirs = recipe_tree(tiny_target, tmp_path / "data.json", tmp_path / "theirs")
     theirs["draft"] = {"jakiro": theirs["draft"]["jakiro"]}
     recipe = Recipe.model_validate(theirs)
-    draft, folder = make_draft(loaded_target, embed_head, recipe.draft["jakiro"]), tmp_path / "release"
+    draft = make_draft(loaded_target, embed_head, recipe.draft["jakiro"])
     facts = {"parameters": 5, "trained_tokens": 7, "validation": {"estimated_tau": 1.5}}
-    source = recipe.draft_dir("jakiro")
-    checkpoint.save(source, draft, draft.state_dict(), recipe, "jakiro", facts)
-    folder.mkdir()
     method = Method(draft="jakiro", tree=TreeConfig(depth=2, top_k=2, nodes=5))
-    checkpoint.export(source, folder, method, {}, source / "recipe.json")
+    folder = write_release(tmp_path / "release", draft, recipe, "jakiro", method, facts)
     checkpoint.seal_files(folder)
     return folder
 
@@ -100,11 +93,8 @@ def release(tiny_target, loaded_target, embed_head, tmp_path) -> Path:
 @pytest.fixture
 def publish(release, tmp_path, monkeypatch) -> Iterator[Callable[[], Hub]]:
     """Puts the release on a Hub, as it is then."""
-    with Hub(exists=True) as hub:
-        reach(monkeypatch, hub.url)
-        monkeypatch.setenv("HF_TOKEN", hub.token)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with Hub(exists=True) as hub, reached(monkeypatch, hub, HF_HUB_CACHE=str(tmp_path / "hub")):
 
         def put() -> Hub:
             paths = [path for path in release.rglob("*") if path.is_file()]
@@ -112,7 +102,6 @@ def publish(release, tmp_path, monkeypatch) -> Iterator[Callable[[], Hub]]:
             return hub
 
         yield put
-        set_client_factory(default_client_factory)
 
 
 def evaluate(tiny_target: Path, *arguments: str) -> None:
@@ -151,66 +140,67 @@ def test_a_release_runs_no_code_by_one_more_secondary_draft(release, publish, tr
     change_sealed(release / "config.json", lambda raw: raw.update(secondary={"x": evil}))
     publish()
     evaluate(tiny_target)
-    table = Path("runs") / ADDRESS / COMMIT[:12] / "eval/table.md"
+    table = Path("runs") / ADDRESS / HEAD[:12] / "eval/table.md"
     assert "| humaneval | 0 | jakiro | 1 |" in table.read_text() and not ran(trap)
 
 
-def poison(section: str, **values: Any) -> Callable[[dict], None]:
+POISON: dict[str, dict[str, Any]] = {  # by section: what a stranger may like to set on this machine
+    "target": {
+        **{"trust_remote_code": True, "engine": "vllm", "engine_python": "/tmp/evil", "engine_url": "http://evil"},
+        **{"device": "cuda", "chat_template": "/etc/passwd", "tensor_parallel": 64},
+    },
+    "eval": {
+        **{"workers": 4096, "gpus_per_worker": 8, "hang_seconds": 10**9, "gate_rounds": 1, "warmups": 10**9},
+        **{"contexts": [10**9], "methods": {"x": {"draft": "jakiro", "secondary": ["y"]}}, "tree": {"depth": 10**9}},
+    },
+    "data": {"source": "/etc/passwd", "group": "(a+)+$"},
+    "features": {"store": "s3://evil", "workers": 4096, "keep": "window"},
+    "regenerate": {"max_new_tokens": 10**9},
+    "train": {"deepspeed": {"x": 1}, "shards": "/", "ranks": 4096, "tracker": "wandb", "learning_rates": {"x": 1}},
+    "draft": {
+        "x": {"kind": "small-model", "model": "evil/lm", "trust_remote_code": True},
+        "y": {"kind": "prompt-lookup", "corpus": "/etc/passwd"},
+    },
+    "published": {"jakiro": {"repository": "evil/draft", "revision": "b" * 40}},
+}
+
+
+def poison(section: str, values: dict[str, Any]) -> Callable[[dict], None]:
     return lambda raw: raw.setdefault(section, {}).update(values)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        poison("target", trust_remote_code=True),
-        poison("target", engine="vllm", engine_python="/tmp/evil"),
-        poison("target", engine="server", engine_url="http://evil"),
-        poison("target", device="cuda", chat_template="/etc/passwd", tensor_parallel=64),
-        poison("eval", workers=4096, gpus_per_worker=8, hang_seconds=10**9),
-        poison("eval", gate_rounds=1, warmups=10**9, contexts=[10**9]),
-        poison("eval", methods={"x": {"draft": "jakiro", "secondary": ["y"]}}, tree={"depth": 10**9}),
-        poison("data", source="/etc/passwd", group="(a+)+$"),
-        poison("features", store="s3://evil", workers=4096, keep="window"),
-        poison("regenerate", max_new_tokens=10**9),
-        poison("train", deepspeed={"x": 1}, shards="/", ranks=4096, tracker="wandb"),
-        poison("draft", x={"kind": "small-model", "model": "evil/lm", "trust_remote_code": True}),
-        poison("draft", x={"kind": "prompt-lookup", "corpus": "/etc/passwd"}),
-        poison("published", jakiro={"repository": "evil/draft", "revision": "b" * 40}),
-        lambda raw: raw.update(output="/", name="../../x"),
-    ],
-)
-def test_nothing_of_a_releases_recipe_becomes_a_setting_but_what_is_asked_for(release, publish, change):
+def test_nothing_of_a_releases_recipe_becomes_a_setting_but_what_is_asked_for(release, publish):
     publish()
     path, _ = recipe_of(ADDRESS, ["target.model=me/target"])
     expected = json.loads(path.read_text())
     shutil.rmtree(path.parents[3])
     shutil.rmtree(constants.HF_HUB_CACHE)
-    change_sealed(release / "recipe.json", change)
+    for section, values in POISON.items():
+        change_sealed(release / "recipe.json", poison(section, values))
+    change_sealed(release / "recipe.json", lambda raw: raw.update(output="/", name="../../x"))
     publish()
     path, _ = recipe_of(ADDRESS, ["target.model=me/target"])
     assert json.loads(path.read_text()) == expected
     recipe = load_recipe(path, [])
-    assert not recipe.target.trust_remote_code and recipe.output == f"runs/{ADDRESS}/{COMMIT[:12]}"
+    assert not recipe.target.trust_remote_code and recipe.output == f"runs/{ADDRESS}/{HEAD[:12]}"
 
 
-@pytest.mark.parametrize("source", ["/etc/passwd", "embedded:../../x", "benchmark:x", "https://evil/x", "heldout"])
-def test_a_releases_benchmark_names_no_file_and_no_address(release, publish, source):
-    mine = {"source": source, "prompts": 1, "path": "/etc/passwd", "revision": "main"}
-    change_sealed(release / "recipe.json", lambda raw: raw["eval"].update(benchmarks={"mine": mine}))
-    publish()
-    path, said = recipe_of(ADDRESS, ["target.model=me/target"])
-    assert list(json.loads(path.read_text())["eval"]["benchmarks"]) == ["humaneval"]
-    assert said[1:] == [
-        "not measured, for their prompts are its makers': mine", "measured instead: humaneval",
-    ]  # fmt: skip
-
-
-def test_a_benchmark_that_every_machine_fetches_comes_without_a_path(release, publish):
-    mine = {"source": "benchmark:gsm8k", "prompts": 3, "path": "/etc/passwd", "revision": "evil"}
-    change_sealed(release / "recipe.json", lambda raw: raw["eval"].update(benchmarks={"math": mine}))
-    publish()
-    path, _ = recipe_of(ADDRESS, ["target.model=me/target"])
-    assert json.loads(path.read_text())["eval"]["benchmarks"] == {"math": {"source": "benchmark:gsm8k", "prompts": 3}}
+def test_a_releases_benchmark_names_no_file_and_no_address(release, publish):
+    sources = ["/etc/passwd", "embedded:../../x", "benchmark:x", "https://evil/x", "heldout"]
+    evil = {"prompts": 3, "path": "/etc/passwd", "revision": "evil"}
+    theirs = {f"theirs-{n}": evil | {"source": source} for n, source in enumerate(sources)}
+    math = {"math": evil | {"source": "benchmark:gsm8k"}}  # which every machine fetches
+    left_out = f"not measured, for their prompts are its makers': {', '.join(theirs)}"
+    known = {"math": {"source": "benchmark:gsm8k", "prompts": 3}}
+    for benchmarks, expected, notes in (
+        (theirs | math, known, [left_out]),
+        (theirs, DEFAULT, [left_out, "measured instead: humaneval"]),
+    ):
+        change_sealed(release / "recipe.json", lambda raw, given=benchmarks: raw["eval"].update(benchmarks=given))
+        publish()
+        shutil.rmtree(constants.HF_HUB_CACHE, ignore_errors=True)
+        path, said = recipe_of(ADDRESS, ["target.model=me/target"])
+        assert json.loads(path.read_text())["eval"]["benchmarks"] == expected and said[1:] == notes
 
 
 @pytest.mark.parametrize(
@@ -227,7 +217,7 @@ def test_a_benchmark_that_every_machine_fetches_comes_without_a_path(release, pu
     ],
 )
 def test_what_is_asked_for_has_its_type_and_bounds(release, publish, section, values, said):
-    change_sealed(release / "recipe.json", poison(section, **values))
+    change_sealed(release / "recipe.json", poison(section, values))
     publish()
     with pytest.raises(PipelineError, match=f"{ADDRESS}: recipe.json: {said}.* is not a value that a release may have"):
         recipe_of(ADDRESS, ["target.model=me/target"])
@@ -235,7 +225,7 @@ def test_what_is_asked_for_has_its_type_and_bounds(release, publish, section, va
 
 @pytest.mark.parametrize("model", ["../target", "/models/target", "./runs/x", "a/b/c", "embedded:../x", "file:x"])
 def test_a_releases_target_is_no_path(release, publish, model):
-    change_sealed(release / "recipe.json", poison("target", model=model))
+    change_sealed(release / "recipe.json", poison("target", {"model": model}))
     with pytest.raises(PipelineError, match="is no OWNER/NAME of the Hub"):
         target_of(release)
     publish()
@@ -243,66 +233,7 @@ def test_a_releases_target_is_no_path(release, publish, model):
         recipe_of(ADDRESS, [])
 
 
-# -- config.json: eval, load, chat, export, start, published -----------------------------------------------------------
-
-
-def changed_config(**values: Any) -> Callable[[dict], None]:
-    return lambda raw: raw.update(values)
-
-
-def method_with(**values: Any) -> Callable[[dict], None]:
-    return lambda raw: raw["method"].update(values)
-
-
-def draft_with(**values: Any) -> Callable[[dict], None]:
-    return lambda raw: raw["draft"].update(values)
-
-
-def shapes_with(**values: Any) -> Callable[[dict], None]:
-    return lambda raw: raw["shapes"].update(values)
-
-
-CORPUS = {"kind": "prompt-lookup", "corpus": "/etc/passwd"}
-EVIL = {"kind": "small-model", "model": "evil/lm", "trust_remote_code": True}
-FORGED = [
-    lambda raw: raw["method"].update(secondary=["x"]) or raw.update(secondary={"x": CORPUS}),
-    lambda raw: raw["method"].update(secondary=["x"]) or raw.update(secondary={"x": EVIL}),
-    changed_config(draft=EVIL),
-    changed_config(draft=CORPUS),
-    draft_with(start="/etc"),
-    draft_with(experts=10**6),
-    draft_with(trust_remote_code=True),
-    method_with(tree={"depth": 3, "top_k": 10**9, "nodes": 10}),
-    method_with(tree={"depth": 10**6, "top_k": 2, "nodes": 10**7}),
-    method_with(code="evil"),
-    shapes_with(hidden_size=10**9),
-    shapes_with(hidden_size="32"),
-    shapes_with(target_layers=10**6),
-    shapes_with(rms_norm_eps=None),
-    shapes_with(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0}),
-    shapes_with(rope_parameters={"rope_type": "default", "rope_theta": -1.0}),
-    shapes_with(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": -1.0}),
-    method_with(draft="\x1b[2J"),
-    method_with(draft="../x"),
-    changed_config(weights_sha256='"; import os; "'),
-    changed_config(files={"../../x.py": "0" * 64}),
-    changed_config(target={"model": "x"}),
-    changed_config(training=[]),
-]
-
-
-@pytest.mark.parametrize("change", FORGED)
-def test_a_forged_config_is_refused_before_anything_is_made_of_it(release, change):
-    change_sealed(release / "config.json", change)
-    with pytest.raises(PipelineError, match=r"config\.json is damaged or of another version"):
-        checkpoint.read_config(release)
-
-
-@pytest.mark.parametrize("values", [{"head_dim": 1 << 23}, {"hidden_size": 1 << 20, "head_dim": 1 << 20}])
-def test_shapes_that_the_weights_have_not_take_no_memory(release, tiny_target, values):
-    change_sealed(release / "config.json", shapes_with(**values))
-    with pytest.raises(PipelineError, match=r"does not fit its config\.json: .* far more than the file holds"):
-        pipeline.load(release, target=str(tiny_target))
+# -- config.json, beside the table of tests/pipeline/test_checkpoint.py ------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -316,25 +247,10 @@ def test_shapes_that_the_weights_have_not_take_no_memory(release, tiny_target, v
 )
 def test_settings_of_more_modules_than_the_file_has_tensors_take_no_time(release, tiny_target, draft, monkeypatch):
     """Nothing of them is built, not even without its tensors."""
-    change_sealed(release / "config.json", changed_config(draft=draft))
+    change_sealed(release / "config.json", lambda raw: raw.update(draft=draft))
     change_sealed(release / "config.json", lambda raw: raw["method"].update(tree={"depth": 1, "top_k": 1, "nodes": 2}))
     monkeypatch.setattr(checkpoint, "build", None)
     with pytest.raises(PipelineError, match=r"the settings make \d+ modules, the file holds \d+ tensors"):
-        checkpoint.of_any_target(release, checkpoint.read_config(release))
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"hidden_size": 33},
-        {"num_attention_heads": 3},
-        {"intermediate_size": None, "head_dim": 7},
-        {"rope_parameters": {"rope_type": "yarn", "factor": 1.5, "rope_theta": 1.0}},
-    ],
-)
-def test_shapes_that_make_no_layer_are_one_error(release, values):
-    change_sealed(release / "config.json", shapes_with(**values))
-    with pytest.raises(PipelineError, match=r"does not fit its config\.json"):
         checkpoint.of_any_target(release, checkpoint.read_config(release))
 
 
@@ -393,7 +309,7 @@ def test_a_start_of_somebody_else_gives_weights_and_nothing_else(release, tiny_t
     manifest = dump_here(recipe)
     start = read_start(recipe, "jakiro", embed_head, manifest.spec)
     assert start is not None and start.facts["sha256"] == sha256(release / checkpoint.WEIGHTS) and not ran(trap)
-    change_sealed(release / "config.json", changed_config(draft=evil))
+    change_sealed(release / "config.json", lambda raw: raw.update(draft=evil))
     with pytest.raises(PipelineError, match="damaged or of another version"):
         read_start(recipe, "jakiro", embed_head, manifest.spec)
 
@@ -425,7 +341,7 @@ def fetched(release, publish, tiny_target, tmp_path) -> Callable[[list[Row]], tu
         shutil.rmtree(constants.HF_HUB_CACHE, ignore_errors=True)
         tree = recipe_tree(tiny_target, tmp_path / "data.json", tmp_path / "mine")
         tree["draft"] = {"jakiro": tree["draft"]["jakiro"]}
-        tree["published"] = {"jakiro": {"repository": ADDRESS, "revision": COMMIT}}
+        tree["published"] = {"jakiro": {"repository": ADDRESS, "revision": HEAD}}
         recipe, said = Recipe.model_validate(tree), list[str]()
         fetch(recipe, said.append)
         return read_rows(recipe.draft_dir("jakiro")), said[1:]
@@ -496,7 +412,7 @@ def test_a_strangers_figures_are_shown_as_the_strangers_and_as_text(release, pub
     write_rows(release, rows_of(sha256(release / checkpoint.WEIGHTS), hardware="x86 (R) @ 9.99 GHz"))
     publish()
     evaluate(tiny_target)
-    card = (Path("runs") / ADDRESS / COMMIT[:12] / "release/README.md").read_text()
+    card = (Path("runs") / ADDRESS / HEAD[:12] / "release/README.md").read_text()
     assert card.count("2.50") == 1 and "\n| b | 0 | jakiro | depth 2, 5 nodes | 3 | 2.50 | 1.50x noise |\n" in card
     heading = f"### Measured by {ADDRESS}, as that repository says, on x86 (R) @ 9.99 GHz, float32"
     assert heading in card.split("## Use")[0] and "2.5" not in card.split("---")[1]
@@ -569,65 +485,37 @@ def test_a_folder_of_features_supplies_no_recipe(trap, tmp_path, monkeypatch, na
     assert "complete: True" in capsys.readouterr().out and not ran(trap)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda raw: raw["accounting"].pop("records"),
-        lambda raw: raw["accounting"].update(rejected={"\x1b[2J": 1}),
-        lambda raw: raw["accounting"].update(skipped=["x"]),
-        lambda raw: raw["accounting"]["edits"].update(x="1"),
-        lambda raw: raw.update(complete="yes", accounting=[1]),
-        lambda raw: raw["shards"][0].update(name="../../x"),
-        lambda raw: raw["text"].update({"../x": raw["text"]["train"]}),
-        lambda raw: raw["spec"].update(evil=1),
-        lambda raw: raw["spec"].update(hidden_size="32"),
-        lambda raw: raw["spec"].update(engine="\x1b[2J"),
-        lambda raw: raw["spec"].update(stop_ids="x"),
-        lambda raw: raw["shards"][0].update(rows=10**400),
-    ],
-)
-def test_a_forged_manifest_of_features_is_refused(tiny_recipe, change):
-    dump_here(tiny_recipe)
-    change_sealed(tiny_recipe.features_dir / "manifest.json", change)
-    with pytest.raises(PipelineError, match=r"manifest\.json"):
-        Manifest.load(tiny_recipe.features_dir)
-
-
 def test_a_recipe_of_this_user_is_of_its_own_folder_and_key(tiny_recipe, tmp_path, monkeypatch):
-    mine, other = tmp_path / "mine", tmp_path / "other"
+    monkeypatch.setenv("JAKIRO_CACHE", str(tmp_path / "another-users"))
+    mine, other, key = tmp_path / "mine", tmp_path / "other", tmp_path / "cache/machine-key"
     for folder in (mine, other):
         folder.mkdir()
+    write_own_recipe(other, tiny_recipe)
+    monkeypatch.setenv("JAKIRO_CACHE", str(key.parent))
     write_own_recipe(mine, tiny_recipe)
-    assert own_recipe(mine, []) == tiny_recipe
+    assert key.stat().st_mode & 0o777 == 0o600 and len(key.read_bytes()) == 32
+    assert own_recipe(mine, []) == tiny_recipe and own_recipe(other, []) is None
     shutil.copy(mine / "own-recipe.json", other)
     assert own_recipe(other, []) is None  # a copied folder
-    content = json.loads((mine / "own-recipe.json").read_text())
-    for forged in ({"seed": 7}, {"target": content["recipe"]["target"] | {"trust_remote_code": True}}):
-        path = mine / "own-recipe.json"
-        path.write_text(json.dumps(content | {"recipe": content["recipe"] | forged}))
+    path = mine / "own-recipe.json"
+    text = path.read_text()
+    content = json.loads(text)
+    trusting = {"target": content["recipe"]["target"] | {"trust_remote_code": True}}
+    for forged in (
+        json.dumps(content | {"recipe": content["recipe"] | {"seed": 7}}),
+        json.dumps(content | {"recipe": content["recipe"] | trusting}),
+        text.replace('"mac": "', '"mac": "\\ud800'),
+        '{"recipe": [], "mac": 7}',
+        "{}",
+    ):
+        path.write_text(forged)
         assert own_recipe(mine, []) is None
-    monkeypatch.setenv("JAKIRO_CACHE", str(tmp_path / "another-users"))
-    write_own_recipe(other, tiny_recipe)
-    monkeypatch.undo()
-    assert own_recipe(other, []) is None
-
-
-def test_a_key_that_others_can_read_or_made_is_not_trusted(tiny_recipe, tmp_path, monkeypatch):
-    monkeypatch.setenv("JAKIRO_CACHE", str(tmp_path / "cache"))
-    write_own_recipe(tmp_path, tiny_recipe)
-    key = tmp_path / "cache/machine-key"
-    assert key.stat().st_mode & 0o777 == 0o600 and len(key.read_bytes()) == 32
-    assert own_recipe(tmp_path, []) == tiny_recipe
-    content = (tmp_path / "own-recipe.json").read_text()
-    for forged in (content.replace('"mac": "', '"mac": "\\ud800'), "{}", '{"recipe": [], "mac": 7}'):
-        (tmp_path / "own-recipe.json").write_text(forged)
-        assert own_recipe(tmp_path, []) is None
-    (tmp_path / "own-recipe.json").write_text(content)
-    key.chmod(0o640)
-    assert own_recipe(tmp_path, []) is None
-    (tmp_path / "own-recipe.json").unlink()
-    write_own_recipe(tmp_path, tiny_recipe)  # a dump goes on without one
-    assert not (tmp_path / "own-recipe.json").exists()
+    path.write_text(text)
+    key.chmod(0o640)  # others can read it
+    assert own_recipe(mine, []) is None
+    path.unlink()
+    write_own_recipe(mine, tiny_recipe)  # a dump goes on without one
+    assert not path.exists()
     monkeypatch.setenv("JAKIRO_CACHE", "/proc/nowhere")
-    write_own_recipe(tmp_path, tiny_recipe)
-    assert own_recipe(tmp_path, []) is None
+    write_own_recipe(mine, tiny_recipe)
+    assert own_recipe(mine, []) is None

@@ -43,8 +43,7 @@ from pipeline.lm.model import Target, fingerprint, identify
 from pipeline.recipe.load import load_recipe
 from pipeline.running.stages import eval_state, features_state, run, stages, status
 from preprocess.dump.driver import dump
-from tests.eval.test_push import reach
-from tests.hub import Hub
+from tests.hub import Hub, reach
 from tests.kit import (
     TEMPLATE,
     call,

@@ -27,17 +27,12 @@ CASES = {
     "mt-bench": (
         "data/train-00000-of-00001-5b0fa1e8b5b2d6a5.parquet",
         [
-            {
-                "category": "writing",
-                "prompt": ["Write a post.", "Begin with A."],
-                "reference": [],
-                "prompt_id": 36549506,
-            },
+            {"category": "writing", "prompt": ["Write.", "Begin with A."], "reference": [], "prompt_id": 36549506},
             {"category": "math", "prompt": ["What is x?", "And y?"], "reference": ["1", "2"], "prompt_id": 7},
             {"category": "coding", "prompt": [" One\nturn "], "reference": [], "prompt_id": 8},
         ],
         [
-            Prompt("36549506", "writing", ("Write a post.", "Begin with A.")),
+            Prompt("36549506", "writing", ("Write.", "Begin with A.")),
             Prompt("7", "math", ("What is x?", "And y?")),
             Prompt("8", "coding", (" One\nturn ",)),
         ],
@@ -156,11 +151,6 @@ def test_too_few_rows_are_refused(tmp_path, recipe):
     assert "holds 0 prompts" in refusal(recipe, "gsm8k", write(tmp_path / "empty.jsonl", []))
 
 
-def test_one_id_twice_is_refused(tmp_path, recipe):
-    path = write(tmp_path / "copy.jsonl", CASES["cnn-dm"][1] * 2)
-    assert f"question_id '{10:040x}' twice" in refusal(recipe, "cnn-dm", path)
-
-
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -171,24 +161,6 @@ def test_an_unknown_name_is_refused_with_the_nearest(recipe, known, near):
         f"benchmark bench: source='benchmark:{known}' is not known; did you mean 'benchmark:{near}'? "
         "There are mt-bench, humaneval, gsm8k, alpaca, cnn-dm, natural-questions"
     )
-
-
-@pytest.mark.parametrize(
-    ("known", "change", "complaint"),
-    [
-        ("mt-bench", {"prompt": []}, "column 'prompt' holds '[]', expected a list of texts, one a turn"),
-        ("mt-bench", {"prompt": ["a", " "]}, "column 'prompt' holds \"['a', ' ']\", expected a list of texts"),
-        ("humaneval", {"task_id": None}, "column 'task_id' holds 'None', expected text"),
-        ("gsm8k", {"question": "\n"}, "column 'question' holds '\\n', expected text"),
-        ("alpaca", {"input": None}, "column 'input' holds 'None', expected text"),
-        ("cnn-dm", {"id": None}, "column 'id' holds 'None', expected text"),
-        ("natural-questions", {"question": " "}, "column 'question' holds ' ', expected text"),
-    ],
-)
-def test_an_empty_row_is_refused_by_its_number(tmp_path, recipe, known, change, complaint):
-    rows = CASES[known][1]
-    message = refusal(recipe, known, write(tmp_path / "copy.parquet", [rows[0], rows[1] | change, rows[2]]))
-    assert f"row 1 (the first is 0): {complaint}" in message
 
 
 @pytest.mark.parametrize("known", CASES)
@@ -222,23 +194,39 @@ def test_a_path_that_is_not_there_is_one_clear_error(recipe, path):
     assert message.startswith(f"benchmark bench: benchmark:gsm8k, {path} (subset main, split test) cannot be read: ")
 
 
+def second(known: str, **change: object) -> tuple[str, str, list[dict]]:
+    """A copy whose second row is another."""
+    rows = CASES[known][1]
+    return known, "copy.parquet", [rows[0], rows[1] | change, rows[2]]
+
+
+ROW = "row 1 (the first is 0): column"
+PATH = "eval.benchmarks.bench.path"
+
+
 @pytest.mark.parametrize(
-    ("file", "content", "complaint"),
+    ("known", "file", "content", "words"),
     [
-        ("copy.csv", "question\n", "cannot be read: its name ends in '.csv'. eval.benchmarks.bench.path takes"),
-        ("copy.parquet", "nonsense", "cannot be read: Parquet"),
-        ("copy.jsonl", "nonsense", "cannot be read: JSON parse error"),
+        (*second("mt-bench", prompt=[]), f"{ROW} 'prompt' holds '[]', expected a list of texts, one a turn"),
+        (*second("mt-bench", prompt=["a", " "]), f"{ROW} 'prompt' holds \"['a', ' ']\", expected a list of texts"),
+        (*second("humaneval", task_id=None), f"{ROW} 'task_id' holds 'None', expected text"),
+        (*second("gsm8k", question="\n"), f"{ROW} 'question' holds '\\n', expected text"),
+        (*second("alpaca", input=None), f"{ROW} 'input' holds 'None', expected text"),
+        (*second("cnn-dm", id=None), f"{ROW} 'id' holds 'None', expected text"),
+        (*second("natural-questions", question=" "), f"{ROW} 'question' holds ' ', expected text"),
+        ("cnn-dm", "copy.jsonl", CASES["cnn-dm"][1] * 2, f"question_id '{10:040x}' twice"),
+        ("gsm8k", "copy.csv", "question\n", f"cannot be read: its name ends in '.csv'. {PATH} takes"),
+        ("gsm8k", "copy.parquet", "nonsense", "cannot be read: Parquet"),
+        ("gsm8k", "copy.jsonl", "nonsense", "cannot be read: JSON parse error"),
+        ("gsm8k", "copy/train-0.parquet", GSM8K, f"Bad split: test. Available splits: ['train']. {PATH}"),
     ],
 )
-def test_a_damaged_or_strange_file_is_one_clear_error(tmp_path, recipe, file, content, complaint):
-    (tmp_path / file).write_text(content)
-    assert complaint in refusal(recipe, "gsm8k", tmp_path / file)
-
-
-def test_a_folder_without_the_split_is_refused_with_those_it_has(tmp_path, recipe):
-    write(tmp_path / "copy/train-00000-of-00001.parquet", GSM8K)
-    message = refusal(recipe, "gsm8k", tmp_path / "copy")
-    assert "cannot be read: Bad split: test. Available splits: ['train']. eval.benchmarks.bench.path" in message
+def test_a_copy_that_is_not_the_benchmark_is_one_clear_error(tmp_path, recipe, known, file, content, words):
+    if isinstance(content, str):
+        (tmp_path / file).write_text(content)
+    else:
+        write(tmp_path / file, content)
+    assert words in refusal(recipe, known, tmp_path / file.partition("/")[0])
 
 
 def test_a_revision_of_a_copy_on_disk_is_refused(tmp_path, recipe):

@@ -10,8 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants, set_client_factory
-from huggingface_hub.utils._http import default_client_factory
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from eval import main as evaluation
@@ -20,31 +19,27 @@ from eval.release.card import by_origin, index_of
 from eval.release.publish import earlier, released_method
 from pipeline.artifacts import checkpoint, provenance
 from pipeline.artifacts.published import fetch
-from pipeline.artifacts.reports import Row, faster_drafts, read_rows, write_rows
+from pipeline.artifacts.reports import Row, read_rows, write_rows
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import read_sealed, sha256, write_sealed
+from pipeline.basics.files import sha256
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import stages
 from pipeline.serving.export import export
-from tests.eval.test_push import reach
-from tests.hub import Hub
+from tests.hub import HEAD, Hub, reached
 from tests.kit import call, change_sealed, recipe_tree, write_recipe
-from tests.pipeline.taught import make_draft
-
-COMMIT = "a" * 40
-TEMPLATE_SHA256 = hashlib.sha256(b"{{ messages }}").hexdigest()
+from tests.pipeline.taught import make_draft, write_release
 
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """hub(folder, "me/draft"): its content is in the Hub's cache, under `COMMIT`."""
+    """hub(folder, "me/draft"): its content is in the Hub's cache, under `HEAD`."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
     def put(folder: Path, repository: str) -> None:
-        shutil.copytree(folder, tmp_path / "hub" / f"models--{repository.replace('/', '--')}" / "snapshots" / COMMIT)
+        shutil.copytree(folder, tmp_path / "hub" / f"models--{repository.replace('/', '--')}" / "snapshots" / HEAD)
 
     return put
 
@@ -63,17 +58,11 @@ def tree(tiny_target, tmp_path) -> dict:
 @pytest.fixture
 def release(tree, loaded_target, embed_head, tmp_path) -> Path:
     """A draft with random weights as somebody released it, without figures."""
-    other = Recipe.model_validate(tree | {"output": str(tmp_path / "theirs")})
-    draft, own, folder = (
-        make_draft(loaded_target, embed_head, other.draft["jakiro"]),
-        other.draft_dir("jakiro"),
-        tmp_path / "r",
-    )
-    checkpoint.save(own, draft, draft.state_dict(), other, "jakiro", {"parameters": 5, "trained_tokens": 7})
-    folder.mkdir()
+    theirs = Recipe.model_validate(tree | {"output": str(tmp_path / "theirs")})
+    draft = make_draft(loaded_target, embed_head, theirs.draft["jakiro"])
     method = Method(draft="jakiro", tree=TreeConfig(depth=2, top_k=2, nodes=5))
-    checkpoint.export(own, folder, method, {}, own / "recipe.json")
-    return folder
+    facts = {"parameters": 5, "trained_tokens": 7}
+    return write_release(tmp_path / "r", draft, theirs, "jakiro", method, facts)
 
 
 def test_the_hubs_index_holds_no_speed_up_that_is_noise():
@@ -86,41 +75,34 @@ def test_the_hubs_index_holds_no_speed_up_that_is_noise():
         assert {result.metric_value for result in results} <= {1.12, 1.1}
 
 
-def speeds(recipe: Recipe, **means: float) -> tuple[dict, list[Row]]:
-    """A report's methods, and rows of two benchmarks with these geometric means."""
-    measured = {"drafts": {name: {"method": one.to_json(), "corpora": []} for name, one in recipe.methods.items()}}
-    rows = [
-        Row("decoded", name.replace("_", "-"), "speedup", mean * factor, benchmark=benchmark, temperature=0.0)
-        for name, mean in means.items()
-        for benchmark, factor in (("a", 0.8), ("b", 1.25))
-    ]
-    return measured, rows
+def test_drafts_that_beat_the_published_one_are_named_at_the_runs_end(tiny_recipe, monkeypatch, capsys):
+    tree = tiny_recipe.model_dump(mode="json")
+    tree["draft"]["lookup"] = {"kind": "prompt-lookup"}
+    recipe = Recipe.model_validate(tree)
+    recipe.eval_dir.mkdir(parents=True)
+    drafts = {name: {"method": method.to_json(), "corpora": []} for name, method in recipe.methods.items()}
+    monkeypatch.setattr(stages, "read_report", lambda _: {"drafts": drafts, "table": "the table", "plots": {}})
+
+    def printed(**means: float) -> str:
+        """Of two benchmarks with these geometric means."""
+        write_rows(
+            recipe.eval_dir,
+            [
+                Row("decoded", name, "speedup", mean * factor, benchmark=benchmark, temperature=0.0)
+                for name, mean in means.items()
+                for benchmark, factor in (("a", 0.8), ("b", 1.25))
+            ],
+        )
+        stages._print_release(recipe)
+        return capsys.readouterr().out
+
+    said = printed(jakiro=1.4, eagle=1.5, lookup=1.6)
+    assert said.startswith("the table\n") and "faster than the released `jakiro` (1.40x" in said
+    assert ": `lookup` (1.60x), `eagle` (1.50x)." in said
+    assert "faster than" not in printed(jakiro=1.4, eagle=1.4, lookup=0.9)
 
 
-def test_a_run_ends_with_the_drafts_that_beat_the_published_one(tiny_recipe, monkeypatch, capsys):
-    measured, rows = speeds(tiny_recipe, jakiro=1.4, eagle=1.5)
-    tiny_recipe.eval_dir.mkdir(parents=True)
-    write_rows(tiny_recipe.eval_dir, rows)
-    monkeypatch.setattr(stages, "read_report", lambda _: measured | {"table": "the table", "plots": {}})
-    stages._print_release(tiny_recipe)
-    said = capsys.readouterr().out
-    assert (
-        said.startswith("the table\n")
-        and "faster than the released `jakiro` (1.40x" in said
-        and "`eagle` (1.50x)." in said
-    )
-
-
-def test_drafts_that_beat_the_published_one_are_named(tiny_recipe):
-    lookup = tiny_recipe.model_dump(mode="json") | {"name": "x"}
-    lookup["draft"]["prompt-lookup"] = {"kind": "prompt-lookup"}
-    recipe = Recipe.model_validate(lookup)
-    said = faster_drafts(recipe, *speeds(recipe, jakiro=1.4, eagle=1.5, prompt_lookup=1.6))
-    assert said.endswith(": `prompt-lookup` (1.60x), `eagle` (1.50x).") and "released `jakiro` (1.40x" in said
-    assert faster_drafts(recipe, *speeds(recipe, jakiro=1.4, eagle=1.4, prompt_lookup=0.9)) == ""
-
-
-def published(tree: dict, repository: str = "me/draft", revision: str = COMMIT) -> Recipe:
+def published(tree: dict, repository: str = "me/draft", revision: str = HEAD) -> Recipe:
     return Recipe.model_validate(tree | {"published": {"jakiro": {"repository": repository, "revision": revision}}})
 
 
@@ -131,10 +113,10 @@ def test_a_release_of_ours_is_fetched_once_with_its_weights_and_its_facts(tree, 
     said: list[str] = []
     fetch(recipe, said.append)
     fetch(recipe, said.append)
-    assert said == [f"jakiro: fetched from me/draft, revision {COMMIT}"]
+    assert said == [f"jakiro: fetched from me/draft, revision {HEAD}"]
     saved = checkpoint.require_trained_under(recipe, "jakiro")
     assert saved.weights_sha256 == sha256(release / checkpoint.WEIGHTS)
-    assert saved.training["published"] == {"repository": "me/draft", "revision": COMMIT}
+    assert saved.training["published"] == {"repository": "me/draft", "revision": HEAD}
     assert saved.training["trained_tokens"] == 7 and "imported" not in saved.training
     with pytest.raises(PipelineError, match="trained with other settings"):  # of another commit
         checkpoint.require_trained_under(published(tree, revision="b" * 40), "jakiro")
@@ -184,45 +166,55 @@ def test_a_draft_in_several_files_is_fetched_by_its_index(tree, release, tmp_pat
     assert saved.weights_sha256 == sha256(release / checkpoint.WEIGHTS) and asked[1] == sorted(parts)
 
 
-def test_refusals(tree, release, hub, tmp_path):
+def test_what_is_not_there_or_does_not_fit_is_refused(tree, release, hub, tmp_path):
     with pytest.raises(PipelineError, match=r"me/draft, revision a+, cannot be fetched"):
         fetch(published(tree))
     hub(release, "me/draft")
+    recipe = published(tree)
+    recipe.draft_dir("jakiro").mkdir(parents=True)
+    (recipe.draft_dir("jakiro") / checkpoint.METRICS).write_text("")
+    with pytest.raises(PipelineError, match="holds a training that was broken off"):
+        fetch(recipe)
+    change_sealed(release / "config.json", lambda raw: raw["target"].update(fingerprint="0" * 16))
+    hub(release, "me/other-target")
+    with pytest.raises(PipelineError, match="target"):
+        fetch(published(tree | {"output": str(tmp_path / "other")}, "me/other-target"))
     tree["draft"]["jakiro"]["contrast"] = "scalar"
     said = r"other settings than draft\.jakiro: set draft\.jakiro\.contrast='router' \(here 'scalar'\)"
     with pytest.raises(PipelineError, match=said):
-        fetch(published(tree))
-    assert not (tmp_path / "run/drafts/jakiro/config.json").exists()
-    for wrong, said in (({"revision": "main"}, "revision"), ({"repository": "/a/folder"}, "repository")):
-        with pytest.raises(ValueError, match=said):
-            Recipe.model_validate(tree | {"published": {"jakiro": {"repository": "a/b", "revision": COMMIT} | wrong}})
-    with pytest.raises(ValueError, match=r"published\.eagle is no draft"):
-        Recipe.model_validate(tree | {"published": {"eagle": {"repository": "a/b", "revision": COMMIT}}})
+        fetch(published(tree | {"output": str(tmp_path / "third")}))
+    assert not (tmp_path / "third/drafts/jakiro/config.json").exists()
 
 
-def test_of_another_target_it_is_refused(tree, release, hub):
-    change_sealed(release / "config.json", lambda raw: raw["target"].update(fingerprint="0" * 16))
-    hub(release, "me/draft")
-    with pytest.raises(PipelineError, match="target"):
-        fetch(published(tree))
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("jakiro", {"revision": "main"}, "revision"),
+        ("jakiro", {"repository": "/a/folder"}, "repository"),
+        ("eagle", {}, r"published\.eagle is no draft"),
+    ],
+)
+def test_what_names_no_commit_of_a_draft_is_refused(tree, name, changes, said):
+    with pytest.raises(ValueError, match=said):
+        Recipe.model_validate(tree | {"published": {name: {"repository": "a/b", "revision": HEAD} | changes}})
 
 
 def test_it_is_measured_and_the_figures_of_other_machines_stay(tree, release, hub, tmp_path):
     """Measured here, released; published again by somebody with another machine; measured here once more."""
     hub(release, "me/draft")
-    tree["published"] = {"jakiro": {"repository": "me/draft", "revision": COMMIT}}
+    tree["published"] = {"jakiro": {"repository": "me/draft", "revision": HEAD}}
     path = write_recipe(tree, tmp_path / "recipe.toml")
     call(evaluation.main, str(path))
     first = tmp_path / "run/release"
     card = (first / "README.md").read_text()
-    assert f"**Weights of:** `me/draft`, revision `{COMMIT}`" in card and "Also measured on" not in card
+    assert f"**Weights of:** `me/draft`, revision `{HEAD}`" in card and "Also measured on" not in card
     assert "Each input sees the last 5 inputs of its text" in card and "tau by context length was not measured" in card
 
     theirs = tmp_path / "theirs-release"
     shutil.copytree(first, theirs)
     write_rows(theirs, [replace(row, origin=row.origin | {"hardware": "a large GPU"}) for row in read_rows(first)])
     hub(theirs, "me/again")
-    tree |= {"published": {"jakiro": {"repository": "me/again", "revision": COMMIT}}, "output": str(tmp_path / "run2")}
+    tree |= {"published": {"jakiro": {"repository": "me/again", "revision": HEAD}}, "output": str(tmp_path / "run2")}
     path = write_recipe(tree, tmp_path / "again.toml")
     for _ in range(2):  # building it again adds nothing
         call(evaluation.main, str(path))
@@ -294,31 +286,18 @@ def test_a_published_draft_changes_nothing_of_what_is_dumped_and_trained(tiny_re
     tree["draft"]["theirs"] = {"kind": "eagle3"}
     dumped = Recipe.model_validate(tree)
     assert dumped.dump_hash != tiny_recipe.dump_hash
-    tree["published"] = {"theirs": {"repository": "me/draft", "revision": COMMIT}}
+    tree["published"] = {"theirs": {"repository": "me/draft", "revision": HEAD}}
     fetched = Recipe.model_validate(tree)
     assert fetched.dump_hash == tiny_recipe.dump_hash
     assert all(fetched.train_hash(name) == tiny_recipe.train_hash(name) for name in tiny_recipe.trained)
 
 
-def test_a_training_that_was_broken_off_is_not_mixed_with_a_published_draft(tree, release, hub):
-    hub(release, "me/draft")
-    recipe = published(tree)
-    recipe.draft_dir("jakiro").mkdir(parents=True)
-    (recipe.draft_dir("jakiro") / checkpoint.METRICS).write_text("")
-    with pytest.raises(PipelineError, match="holds a training that was broken off"):
-        fetch(recipe)
-
-
 @pytest.fixture
 def there(tmp_path, monkeypatch) -> Iterator[Hub]:
     """A Hub that is asked, and its cache."""
-    with Hub(exists=True) as hub:
-        reach(monkeypatch, hub.url)
-        monkeypatch.setenv("HF_TOKEN", hub.token)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with Hub(exists=True) as hub, reached(monkeypatch, hub, HF_HUB_CACHE=str(tmp_path / "hub")):
         yield hub
-        set_client_factory(default_client_factory)
 
 
 def measure(tiny_target, *arguments: str) -> None:
@@ -339,13 +318,13 @@ def test_a_release_is_measured_by_its_address_and_its_owner_is_offered_the_figur
     there.files = {path.name: path.read_bytes() for path in release.iterdir()}
     measure(tiny_target, "me/draft", "--pull-request")
     said = capsys.readouterr().out
-    assert f"me/draft, revision {COMMIT}: measured as runs/me/draft/{COMMIT[:12]}/recipe.json says" in said
+    assert f"me/draft, revision {HEAD}: measured as runs/me/draft/{HEAD[:12]}/recipe.json says" in said
     assert "not measured, for their prompts are its makers': b\nmeasured instead: humaneval" in said
     assert f"pull request: {there.url}/me/draft/discussions/1" in said
     (commit,) = there.commits
     assert (
         commit["pull_request"]
-        and commit["parent"] == COMMIT
+        and commit["parent"] == HEAD
         and sorted(commit["changes"]) == ["README.md", "results.jsonl"]
     )
     (tmp_path / "results.jsonl").write_bytes(there.files["results.jsonl"])
@@ -382,17 +361,9 @@ def test_what_is_no_release_of_ours_and_no_recipe_is_told(tiny_target, release, 
         measure(tiny_target, str(tmp_path / "b.jsonl"), "--pull-request")
 
 
-def test_nothing_of_a_stranger_is_trusted(release, there, tmp_path):
-    """Nor do their machine and how they trained matter here."""
-    recipe = read_sealed(release / "recipe.json", "")
-    recipe["target"] |= {"trust_remote_code": True, "device": "cuda", "chat_template": "t.jinja"}
-    recipe["train"]["learning_rates"] = {"jakiro": 1e-3, "eagle": 1e-3}
-    write_sealed(release / "recipe.json", recipe)
+def test_a_release_brings_its_sealed_template(release, there):
     (release / "chat_template.jinja").write_text("{{ messages }}")
-    there.files = {path.name: path.read_bytes() for path in release.iterdir()}
-    change_sealed(release / "config.json", lambda raw: raw.update(files={"chat_template.jinja": TEMPLATE_SHA256}))
+    checkpoint.seal_files(release)
     there.files = {path.name: path.read_bytes() for path in release.iterdir()}
     path, _ = recipe_of("me/draft", ["target.model=me/target"])
-    found = load_recipe(path, ["target.model=me/target"])
-    assert not found.target.trust_remote_code and found.target.device == "auto"
-    assert Path(found.target.chat_template).read_text() == "{{ messages }}"
+    assert Path(load_recipe(path, []).target.chat_template).read_text() == "{{ messages }}"

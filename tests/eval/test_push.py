@@ -5,19 +5,16 @@ completes.
 import re
 from pathlib import Path
 
-import httpx2
 import pytest
-from huggingface_hub import constants, set_client_factory
-from huggingface_hub.utils._http import default_client_factory
+from huggingface_hub import constants
 
-from eval.release import hub as asking
 from eval.release.folder import install
 from eval.release.push import push
 from pipeline.artifacts.reports import REPORT
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_sealed
 from tests.eval.test_reports import FOUND
-from tests.hub import Hub
+from tests.hub import Hub, hurry, reach, reached
 
 
 @pytest.fixture
@@ -33,26 +30,8 @@ def release(tmp_path) -> Path:
 
 @pytest.fixture
 def hub(monkeypatch):
-    with Hub() as hub:
-        reach(monkeypatch, hub.url)
-        monkeypatch.setenv("HF_TOKEN", hub.token)
+    with Hub() as hub, reached(monkeypatch, hub):
         yield hub
-        set_client_factory(default_client_factory)  # which refuses what is offline, also for other tests
-
-
-def reach(monkeypatch, url: str) -> None:
-    """Of huggingface_hub's settings, which it reads once, those of this test; it does not wait between its tries."""
-    settings = {"ENDPOINT": url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": False}
-    settings["HUGGINGFACE_CO_URL_TEMPLATE"] = url + "/{repo_id}/resolve/{revision}/{filename}"
-    for name, value in settings.items():
-        monkeypatch.setattr(constants, name, value)
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
-    hurry(monkeypatch, 60)
-
-
-def hurry(monkeypatch, seconds: float) -> None:
-    """So long an answer is waited for: short only where none will come."""
-    monkeypatch.setattr(asking, "TIMEOUT", httpx2.Timeout(seconds, connect=5))
 
 
 def refusal(release: Path) -> str:

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from pipeline.drafts import build
 from pipeline.drafts.parts.layers import shapes_of
-from pipeline.recipe.recipe import Recipe
+from tests.pipeline.layouts import with_settings
 from tests.pipeline.taught import VARIANTS, greedy, prompt_of, taught
 
 THEIRS = {  # what a released config.json says beside the target's own fields
@@ -31,11 +31,7 @@ def released(tiny_recipe, loaded_target, embed_head, tmp_path):
     """released(settings, renamed, more) -> (recipe, folder, our weights): a released checkpoint of random weights."""
 
     def factory(settings, renamed=lambda n: n, more=None, **config):
-        tree = tiny_recipe.model_dump(mode="json")
-        tree["draft"] = {"theirs": settings}
-        tree["publish"]["draft"] = "theirs"
-        tree["output"] = str(tmp_path / "run")
-        recipe = Recipe.model_validate(tree)
+        recipe = with_settings(tiny_recipe, settings)
         draft = build(recipe.draft["theirs"], shapes_of(loaded_target.config))
         draft.initialise(4)
         ours = {name: 5 * x if x.is_floating_point() else x for name, x in draft.state_dict().items()}

@@ -4,6 +4,8 @@ from functools import cache
 
 import torch
 
+from pipeline.artifacts import checkpoint
+from pipeline.artifacts.provenance import RECIPE
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.generate import Sampling, plain
 from pipeline.decoding.method import LoadedMethod
@@ -203,3 +205,12 @@ def taught(target, embed_head, config, prompt, answer, steps=150):
         objective.loss(draft, batch)[0].backward()
         optimizer.step()
     return draft.eval().requires_grad_(False)
+
+
+def write_release(folder, draft, recipe, name, method, facts=None):
+    """A release's folder as far as decoding goes, of the recipe's draft `name` and its method."""
+    own = recipe.draft_dir(name)
+    checkpoint.save(own, draft, draft.state_dict(), recipe, name, facts or {})
+    folder.mkdir()
+    checkpoint.export(own, folder, method, {}, own / RECIPE)
+    return folder

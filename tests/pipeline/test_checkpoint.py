@@ -1,6 +1,9 @@
 """The draft checkpoint: what is written comes back bit for bit, and what is not that draft is refused."""
 
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,79 +125,120 @@ def test_a_release_has_a_method_of_its_own(make, tmp_path):
     assert {name: one.config.longest for name, one in loaded.draft.secondary.items()} == {"lookup": 4}
 
 
-def test_a_missing_checkpoint_is_refused(tmp_path):
-    with pytest.raises(PipelineError, match=r"nowhere holds no draft checkpoint .*jakiro train"):
-        load(tmp_path / "nowhere", "any")
+# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_another_targets_checkpoint_is_refused(make, embed_head):
-    folder, _ = make()
-    with pytest.raises(
-        PipelineError, match=rf"fingerprint {embed_head.fingerprint}.*at hand has fingerprint 0123456789abcdef"
-    ):
-        load(folder, "0123456789abcdef")
+def put(*section: str, **values: object) -> Callable[[dict], None]:
+    """Into a section of config.json, or beside them all."""
+
+    def change(raw: dict) -> None:
+        for key in section:
+            raw = raw[key]
+        raw.update(values)
+
+    return change
 
 
-@pytest.mark.parametrize("place", [8, -1, None])
-def test_weights_that_are_missing_or_changed_are_refused(make, embed_head, place):
-    folder, _ = make()
-    content = bytearray((folder / WEIGHTS).read_bytes())
-    (folder / WEIGHTS).unlink()
-    if place is not None:
-        content[place] ^= 1
-        (folder / WEIGHTS).write_bytes(content)
-    with pytest.raises(PipelineError, match=r"model.safetensors is (missing|not the file that .*)\. Restore it"):
-        load(folder, embed_head.fingerprint)
+CORPUS = {"kind": "prompt-lookup", "corpus": "/etc/passwd"}
+EVIL = {"kind": "small-model", "model": "evil/lm", "trust_remote_code": True}
+DAMAGED = "config.json is damaged or of another version: "
+MISFIT = "does not fit its config.json"
+HUGE = "does not fit its config.json: .* far more than the file holds"
+
+
+def with_secondary(settings: dict) -> Callable[[dict], None]:
+    return lambda raw: raw["method"].update(secondary=["x"]) or raw.update(secondary={"x": settings})
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda raw: raw.update(format_version=3), "format_version is 3, expected 7: .*release it, again"),
-        (lambda raw: raw.update(format_version=None), "format_version is None, expected 7"),
-        *((lambda raw, key=key: raw.pop(key), f"damaged or of another version: .*{key}") for key in KEYS),
-        (lambda raw: raw["method"].update(beside=[]), "damaged.*beside"),
-        (lambda raw: raw["method"].update(secondary=["lookup"]), "damaged.*lookup"),
-        (lambda raw: raw["draft"].update(kind="mamba"), "damaged.*mamba"),
-        (lambda raw: raw["draft"].update(experts="many"), "damaged.*experts"),
-        (lambda raw: raw["draft"].update(surprise=1), "damaged.*surprise"),
-        (lambda raw: raw["draft"].update(experts=3), "does not fit its config.json"),
-        (lambda raw: raw["draft"].update(vocabulary=64), "does not fit its config.json"),
-        (lambda raw: raw["shapes"].update(hidden_size=64), "does not fit its config.json"),
+        (put(format_version=3), "format_version is 3, expected 7: .*release it, again"),
+        (put(format_version=None), "format_version is None, expected 7"),
+        *((lambda raw, key=key: raw.pop(key), f"{DAMAGED}.*{key}") for key in KEYS),
+        (put(weights_sha256='"; import os; "'), f"{DAMAGED}.*weights_sha256"),
+        (put(files={"../../x.py": "0" * 64}), f"{DAMAGED}.*files"),
+        (put(target={"model": "x"}), f"{DAMAGED}.*target"),
+        (put(training=[]), f"{DAMAGED}training is no object"),
+        # the draft's settings
+        (put("draft", kind="mamba"), f"{DAMAGED}.*mamba"),
+        (put("draft", experts="many"), f"{DAMAGED}.*experts"),
+        (put("draft", surprise=1), f"{DAMAGED}.*surprise"),
+        (put("draft", start="/etc"), f"{DAMAGED}.*start"),
+        (put("draft", experts=10**6), f"{DAMAGED}.*experts"),
+        (put(draft=EVIL), DAMAGED),
+        (put(draft=CORPUS), DAMAGED),
+        # how it decodes
+        (put("method", beside=[]), f"{DAMAGED}.*beside"),
+        (put("method", secondary=["lookup"]), f"{DAMAGED}.*lookup"),
+        (with_secondary(CORPUS), DAMAGED),
+        (with_secondary(EVIL), DAMAGED),
+        (put("method", tree={"depth": 3, "top_k": 10**9, "nodes": 10}), f"{DAMAGED}.*top_k"),
+        (put("method", tree={"depth": 10**6, "top_k": 2, "nodes": 10**7}), f"{DAMAGED}.*depth"),
+        (put("method", draft="\x1b[2J"), DAMAGED),
+        (put("method", draft="../x"), DAMAGED),
+        # shapes that are none
+        (put("shapes", hidden_size=10**9), f"{DAMAGED}.*hidden_size"),
+        (put("shapes", hidden_size="32"), f"{DAMAGED}.*hidden_size"),
+        (put("shapes", target_layers=10**6), f"{DAMAGED}.*target_layers"),
+        (put("shapes", rms_norm_eps=None), f"{DAMAGED}.*rms_norm_eps"),
+        (put("shapes", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4}), f"{DAMAGED}.*rope"),
+        (put("shapes", rope_parameters={"rope_type": "default", "rope_theta": -1.0}), f"{DAMAGED}.*rope"),
+        (put("shapes", rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": -1.0}), f"{DAMAGED}.*rope"),
+        # settings and shapes that are not the weights', or make no layer
+        (put("draft", experts=3), MISFIT),
+        (put("draft", vocabulary=64), MISFIT),
+        (put("shapes", hidden_size=64), MISFIT),
+        (put("shapes", hidden_size=33), MISFIT),
+        (put("shapes", num_attention_heads=3), MISFIT),
+        (put("shapes", intermediate_size=None, head_dim=7), MISFIT),
+        (put("shapes", rope_parameters={"rope_type": "yarn", "factor": 1.5, "rope_theta": 1.0}), MISFIT),
+        (put("shapes", head_dim=1 << 23), HUGE),
+        (put("shapes", hidden_size=1 << 20, head_dim=1 << 20), HUGE),
     ],
 )
-def test_a_config_that_is_not_the_weights_is_refused(make, embed_head, change, message):
+def test_a_config_that_is_forged_or_not_the_weights_is_refused(make, embed_head, change, message):
     folder, _ = make()
     change_sealed(folder / CONFIG, change)
     with pytest.raises(PipelineError, match=f"(?s){message}"):
         load(folder, embed_head.fingerprint)
 
 
+def replaced(old: str, new: str) -> Callable[[Path], None]:
+    """A digit that changed: the weights would load, and be used wrongly."""
+    return lambda folder: replace_once(folder / CONFIG, old, new)
+
+
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("damage", "message"),
     [
-        ('"rope_theta": 1', '"rope_theta": 2'),
-        ('"train_hash": "', '"train_hash": "0'),
+        (shutil.rmtree, "jakiro holds no draft checkpoint .*jakiro train"),
+        (lambda folder: (folder / WEIGHTS).unlink(), r"model.safetensors is missing\. Restore it"),
+        (lambda folder: flip(folder / WEIGHTS, 8), r"model.safetensors is not the file that .*\. Restore it"),
+        (lambda folder: flip(folder / WEIGHTS, -1), r"model.safetensors is not the file that .*\. Restore it"),
+        (replaced('"rope_theta": 1', '"rope_theta": 2'), r"jakiro/config.json was changed or damaged .*train again"),
+        (replaced('"train_hash": "', '"train_hash": "0'), r"jakiro/config.json was changed or damaged .*train again"),
     ],
 )
-def test_a_digit_of_the_config_that_changed_is_refused(make, embed_head, old, new):
-    """The weights would load and be used wrongly."""
+def test_files_that_are_missing_or_changed_are_refused(make, embed_head, damage, message):
     folder, _ = make()
-    replace_once(folder / CONFIG, old, new)
-    with pytest.raises(PipelineError, match=r"jakiro/config.json was changed or damaged .*train again"):
+    damage(folder)
+    with pytest.raises(PipelineError, match=message):
         load(folder, embed_head.fingerprint)
 
 
-@pytest.mark.parametrize("name", ["provenance.json", "recipe.json"])
-def test_what_goes_into_a_release_beside_the_weights_is_checked(make, tmp_path, name):
-    folder, _ = make()
-    (tmp_path / "there").mkdir()
-    replace_once(folder / name, '"tiny"', '"tina"')
-    with pytest.raises(PipelineError, match=rf"{name} was changed or damaged"):
-        export(folder, tmp_path / "there", read_config(folder).method, {}, folder / "recipe.json")
+def test_another_target_and_ids_that_do_not_ascend_are_refused(make, embed_head, tiny_recipe):
+    folder, draft = make()
+    said = rf"fingerprint {embed_head.fingerprint}.*at hand has fingerprint 0123456789abcdef"
+    with pytest.raises(PipelineError, match=said):
+        load(folder, "0123456789abcdef")
+    draft.set_vocabulary(draft.token_ids_U.flip(0))
+    save(folder, draft, draft.state_dict(), tiny_recipe, "jakiro", {})
+    with pytest.raises(PipelineError, match="draft_token_ids do not ascend"):
+        load(folder, embed_head.fingerprint)
 
 
-def test_a_changed_line_of_the_metrics_is_refused(make, tiny_recipe):
+def test_what_goes_into_a_release_beside_the_weights_is_checked(make, tiny_recipe, tmp_path):
     folder, draft = make()
     assert metrics_of(folder) == folder / METRICS  # there is none: nothing to draw, nothing to refuse
     (folder / METRICS).write_text('{"kind": "train", "step": 1, "loss": 2.5}\n')
@@ -203,6 +247,13 @@ def test_a_changed_line_of_the_metrics_is_refused(make, tiny_recipe):
     flip(folder / METRICS)
     with pytest.raises(PipelineError, match=r"metrics.jsonl was changed or damaged after the training"):
         metrics_of(folder)
+    for name in ("provenance.json", "recipe.json"):
+        whole = (folder / name).read_text()
+        replace_once(folder / name, '"tiny"', '"tina"')
+        (tmp_path / name).mkdir()
+        with pytest.raises(PipelineError, match=rf"{name} was changed or damaged"):
+            export(folder, tmp_path / name, read_config(folder).method, {}, folder / "recipe.json")
+        (folder / name).write_text(whole)
 
 
 def test_a_draft_is_of_what_its_features_were_dumped_from(tiny_recipe, loaded_target, embed_head):

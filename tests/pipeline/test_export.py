@@ -11,7 +11,6 @@ from transformers import AutoModel, AutoModelForCausalLM
 from pipeline.__main__ import main
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.imported import import_draft
-from pipeline.artifacts.provenance import RECIPE
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import chain
 from pipeline.decoding.generate import Sampling, plain, speculative
@@ -30,7 +29,8 @@ from pipeline.recipe.recipe import Recipe
 from pipeline.serving.export import PLUG_IN, export, tried
 from tests.kit import call, flip, recipe_tree, save_tiny_target, write_sharegpt
 from tests.pipeline.families import LLAMA_3, YARN, save
-from tests.pipeline.taught import NEVER, greedy, make_draft, prompt_of, taught
+from tests.pipeline.layouts import with_settings
+from tests.pipeline.taught import NEVER, greedy, make_draft, prompt_of, taught, write_release
 
 LAYER = {
     "self_attn.q_proj.weight",
@@ -69,71 +69,42 @@ QWEN = {f"midlayer.self_attn.{name}.weight" for name in ("q_norm", "k_norm")} | 
     f"midlayer.self_attn.{name}_proj.bias" for name in "qkvo"
 }
 OF_BLOCKS = DFlashConfig(layers=2, block=4, mask_token=259)
+OF_DSPARK = DSparkConfig(layers=2, block=3, rank=8, window=64, mask_token=259)
+OF_P_EAGLE = PEagleConfig(layers=2, depths=3, vocabulary=100, mask_token=259)
 OF_QWEN = Eagle3Config(qk_norm=True, attention_bias=True, window=64)
+OF_3_1 = Eagle3Config(vocabulary=100, fc_norm=True, norm_output=True, norm_before_residual=True)
+OF_SPECULATORS = Eagle3Config(norm_before_fc=True, norm_output=True, norm_before_residual=True, window=64)
+WITH_SCALARS = JakiroConfig(contrast="scalar", expert_width=24)
+ON_EAGLE_3 = JakiroOnEagle3Config(frame="eagle-3", vocabulary=100, contrast="none")
+FC_NORMS = {f"fc_norm.{place}.weight" for place in range(3)}
+MARKOV = {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"}
+MUSE = DFLASH - {*IN_TRANSFORMERS} | {*IN_TRANSFORMERS.values()}
+BY_LAYER = {name.replace("midlayer.", "layers.0.") for name in REDUCED}
+OURS = "EagleJakiroForCausalLM", "JakiroForCausalLMEagle3"
 CASES = {  # settings, engine -> architecture, names
     "eagle to vllm": (EagleConfig(window=64), "vllm", "LlamaForCausalLM", EAGLE),
     "eagle to sglang": (EagleConfig(), "sglang", "LlamaForCausalLMEagle", EAGLE | {"fc.bias"}),
     "eagle3 to vllm": (Eagle3Config(), "vllm", "LlamaForCausalLMEagle3", EAGLE_3),
-    "p-eagle to vllm": (
-        PEagleConfig(layers=2, depths=3, vocabulary=100, mask_token=259),
-        "vllm",
-        "LlamaForCausalLMEagle3",
-        P_EAGLE,
-    ),
-    "dspark to vllm": (
-        DSparkConfig(layers=2, block=3, rank=8, window=64, mask_token=259),
-        "vllm",
-        "Qwen3DSparkModel",
-        DFLASH | {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"},
-    ),
+    "p-eagle to vllm": (OF_P_EAGLE, "vllm", "LlamaForCausalLMEagle3", P_EAGLE),
+    "dspark to vllm": (OF_DSPARK, "vllm", "Qwen3DSparkModel", DFLASH | MARKOV),
     "dflash to vllm": (OF_BLOCKS, "vllm", "DFlashDraftModel", DFLASH),
     "causal dflash to vllm": (replace(OF_BLOCKS, causal=True, window=64), "vllm", "DFlashDraftModel", DFLASH),
     "causal dflash to sglang": (replace(OF_BLOCKS, causal=True), "sglang", "DFlashDraftModel", DFLASH),
     "dflash to sglang": (OF_BLOCKS, "sglang", "DFlashDraftModel", DFLASH),
-    "dflash to transformers": (
-        OF_BLOCKS,
-        "transformers",
-        "MuseGlimmerAssistantModel",
-        DFLASH - {*IN_TRANSFORMERS} | {*IN_TRANSFORMERS.values()},
-    ),
-    "jakiro to vllm": (
-        JakiroConfig(vocabulary=100),
-        "vllm",
-        "EagleJakiroForCausalLM",
-        of_experts(EAGLE) | {"draft_token_ids"},
-    ),
-    "jakiro with scalars to vllm": (
-        JakiroConfig(contrast="scalar", expert_width=24),
-        "vllm",
-        "EagleJakiroForCausalLM",
-        of_experts(EAGLE, "contrast_scalars"),
-    ),
-    "jakiro on EAGLE-3's frame to vllm": (
-        JakiroOnEagle3Config(frame="eagle-3", vocabulary=100, contrast="none"),
-        "vllm",
-        "JakiroForCausalLMEagle3",
-        of_experts(EAGLE_3) | {"d2t", "t2d"},
-    ),
-    "eagle3.1 to vllm": (
-        Eagle3Config(vocabulary=100, fc_norm=True, norm_output=True, norm_before_residual=True),
-        "vllm",
-        "LlamaForCausalLMEagle3",
-        REDUCED | {f"fc_norm.{place}.weight" for place in range(3)},
-    ),
-    "eagle3 as speculators trains it, to vllm": (
-        Eagle3Config(norm_before_fc=True, norm_output=True, norm_before_residual=True, window=64),
+    "dflash to transformers": (OF_BLOCKS, "transformers", "MuseGlimmerAssistantModel", MUSE),
+    "jakiro to vllm": (JakiroConfig(vocabulary=100), "vllm", OURS[0], of_experts(EAGLE) | {"draft_token_ids"}),
+    "jakiro with scalars to vllm": (WITH_SCALARS, "vllm", OURS[0], of_experts(EAGLE, "contrast_scalars")),
+    "jakiro on EAGLE-3's frame to vllm": (ON_EAGLE_3, "vllm", OURS[1], of_experts(EAGLE_3) | {"d2t", "t2d"}),
+    "eagle3.1 to vllm": (OF_3_1, "vllm", "LlamaForCausalLMEagle3", REDUCED | FC_NORMS),
+    "eagle3 of speculators to vllm": (
+        OF_SPECULATORS,
         "vllm",
         "LlamaForCausalLMEagle3",
         EAGLE_3 | {"input_norm.weight"},
     ),
     "eagle3 with Qwen3's attention to vllm": (OF_QWEN, "vllm", "Eagle3Qwen3ForCausalLM", EAGLE_3 | QWEN),
     "eagle3 to sglang": (Eagle3Config(vocabulary=100), "sglang", "LlamaForCausalLMEagle3", REDUCED),
-    "eagle3 to speculators": (
-        Eagle3Config(vocabulary=100),
-        "speculators",
-        "Eagle3Speculator",
-        {name.replace("midlayer.", "layers.0.") for name in REDUCED},
-    ),
+    "eagle3 to speculators": (Eagle3Config(vocabulary=100), "speculators", "Eagle3Speculator", BY_LAYER),
 }
 
 
@@ -154,13 +125,10 @@ def released(recipe, deep_target, tmp_path):
     """released(settings) -> the folder of a release with random weights"""
 
     def factory(settings):
-        target, folder = deep_target[0], tmp_path / "release"
+        target = deep_target[0]
         draft = make_draft(target, target.embed_head(fingerprint(recipe.target)), settings)
-        checkpoint.save(tmp_path / "draft", draft, draft.state_dict(), recipe, "jakiro", {})
-        folder.mkdir()
         method = Method(draft="jakiro", tree=settings.resolve(chain(3)))
-        checkpoint.export(tmp_path / "draft", folder, method, {}, tmp_path / "draft" / RECIPE)
-        return folder
+        return write_release(tmp_path / "release", draft, recipe, "jakiro", method)
 
     return factory
 
@@ -170,10 +138,7 @@ def imported(recipe, tmp_path):
     """imported(folder, settings) -> the draft's folder that an import of it wrote"""
 
     def factory(folder, settings, name="back"):
-        tree = recipe.model_dump(mode="json")
-        tree["draft"], tree["output"] = {"theirs": settings.to_json()}, str(tmp_path / name)
-        tree["publish"]["draft"] = "theirs"
-        other = Recipe.model_validate(tree)
+        other = with_settings(recipe, settings.to_json(), output=str(tmp_path / name))
         import_draft(folder, other, "theirs")
         return other.draft_dir("theirs")
 
@@ -299,10 +264,8 @@ def test_transformers_own_generate_takes_a_block_draft_in_as_many_passes_as_ours
     embed_head, answer = target.embed_head(fingerprint(config)), greedy(target, prompt, 40)
     draft = taught(target, embed_head, DFlashConfig(layers=2, block=6, mask_token=259), prompt, answer, steps=60)
     ours = speculative(target, LoadedMethod(draft, chain(5, 5)), prompt, Sampling(40, NEVER))
-    own, release, out = (tmp_path / name for name in ("draft", "release", "out"))
-    checkpoint.save(own, draft, draft.state_dict(), Recipe.model_validate(tree), "jakiro", {})
-    release.mkdir()
-    checkpoint.export(own, release, Method(draft="jakiro", tree=chain(5, 5)), {}, own / RECIPE)
+    method, out = Method(draft="jakiro", tree=chain(5, 5)), tmp_path / "out"
+    release = write_release(tmp_path / "release", draft, Recipe.model_validate(tree), "jakiro", method)
     export(release, "transformers", out)
     assert list(tried(release)) == ["vLLM 0.32.0", "transformers 5.23"]
     model, passes = AutoModelForCausalLM.from_pretrained(config.model), []
@@ -333,11 +296,8 @@ def test_scaled_rope_and_layers_that_are_no_engines_default_are_written_out(tmp_
     tree = recipe_tree(config.model, write_sharegpt(tmp_path / "data.json", 4), tmp_path / "run")
     recipe, target = Recipe.model_validate(tree), Target(config, "float32")
     draft = make_draft(target, target.embed_head(fingerprint(config)), Eagle3Config(auxiliary_layers=[1, 10, 20]))
-    checkpoint.save(tmp_path / "draft", draft, draft.state_dict(), recipe, "jakiro", {})
-    (tmp_path / "release").mkdir()
-    own, method = tmp_path / "draft", recipe.resolved("eagle")
-    checkpoint.export(own, tmp_path / "release", method, {}, own / RECIPE)
-    export(tmp_path / "release", engine, tmp_path / "out", "me/target")
+    release = write_release(tmp_path / "release", draft, recipe, "eagle", recipe.resolved("eagle"))
+    export(release, engine, tmp_path / "out", "me/target")
     written = json.loads((tmp_path / "out/config.json").read_text())
     layer = written.get("transformer_layer_config", written)
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
@@ -456,12 +416,12 @@ def test_gguf_is_what_llama_cpps_converter_makes_of_it(released, deep_target, ll
 
 def test_a_converter_that_fails_is_told_and_leaves_nothing(released, deep_target, llama_cpp, tmp_path):
     release, target = released(Eagle3Config(norm_before_residual=True)), str(deep_target[1])
-    with pytest.raises(PipelineError, match="a converter's own words"):
-        export(release, "gguf", tmp_path / "out", target, llama_cpp)
-    with pytest.raises(PipelineError, match=r"holds no convert_hf_to_gguf\.py"):
-        export(release, "gguf", tmp_path / "out", target, tmp_path)
-    with pytest.raises(PipelineError, match="say target=FOLDER"):
-        export(release, "gguf", tmp_path / "out", None, llama_cpp)
-    with pytest.raises(PipelineError, match="no folder here"):
-        export(release, "gguf", tmp_path / "out", "me/target", llama_cpp)
+    for given, converter, complaint in (
+        (target, llama_cpp, "a converter's own words"),
+        (target, tmp_path, r"holds no convert_hf_to_gguf\.py"),
+        (None, llama_cpp, "say target=FOLDER"),
+        ("me/target", llama_cpp, "no folder here"),
+    ):
+        with pytest.raises(PipelineError, match=complaint):
+            export(release, "gguf", tmp_path / "out", given, converter)
     assert not list(tmp_path.glob("*out*")) and not list(tmp_path.glob(".out*"))

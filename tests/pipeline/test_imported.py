@@ -19,63 +19,63 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.decoding.method import LoadedMethod
 from pipeline.lm.model import fingerprint
-from pipeline.recipe.recipe import Recipe
 from tests.kit import ROOT, call
+from tests.pipeline.layouts import BLOCKS, DFLASH, EAGLE, EAGLE_3, P_EAGLE, assert_imported, with_settings
 from tests.pipeline.taught import NEVER, prompt_of
 
-DFLASH = {"kind": "dflash", "layers": 2, "block": 4, "auxiliary_layers": [1, 2], "mask_token": 258}
-BLOCKS = {  # beside shapes; that places see their whole block is what speculators' default is not
-    **{"block_size": 4, "aux_hidden_state_layer_ids": [1, 2], "mask_token_id": 258, "num_hidden_layers": 2},
-    **{"layer_types": ["sliding_attention"] * 2, "sliding_window": 24, "sliding_window_non_causal": True},
-}
-UNWINDOWED = {key: value for key, value in BLOCKS.items() if key not in ("layer_types", "sliding_window")}
-LAYOUTS = {  # a draft's settings; our name -> theirs; what else is there; what config.json says beside shapes
-    "eagle": ({"kind": "eagle", "fc_bias": True}, lambda n: n, {"embed_tokens.weight": (260, 32)}),
-    "eagle-2 with inv_freq": (
-        {"kind": "eagle"},
-        lambda n: n,
-        {"embed_tokens.weight": (260, 32), "layers.0.self_attn.rotary_emb.inv_freq": (4,)},
-    ),
-    "jakiro": ({"kind": "jakiro", "fc_bias": True}, lambda n: n, {"embed_tokens.weight": (260, 32)}),
-    "gumiho": (
-        {"kind": "gumiho", "fc_bias": True},
-        lambda n: re.sub(r"^mlp\.mlp\.(\d\.)(0\.0\.)?", lambda at: f"mlp.{at[1]}{'0.linear.' if at[2] else ''}", n),
-        {"embed_tokens.weight": (260, 32)},
-    ),
-    "eagle-3 of its authors": ({"kind": "eagle3", "vocabulary": 64}, lambda n: n, {}),
-    "eagle-3 of speculators": (
-        {"kind": "eagle3", "vocabulary": 64, "norm_before_residual": True},
-        lambda n: n.replace("midlayer.", "layers.0."),
-        {"embed_tokens.weight": (260, 32)},
-        {"speculators_model_type": "eagle3"},  # norm_before_residual is then true where it is not given
-    ),
-    "p-eagle of speculators": (
-        {"kind": "p-eagle", "layers": 2, "depths": 3, "vocabulary": 64, "mask_token": 258},
-        lambda n: n.replace("midlayer.", "layers.0."),
-        {"embed_tokens.weight": (260, 32)},
-        {"speculators_model_type": "peagle", "mask_token_id": 258, "embed_requires_grad": True},
-    ),
-    "dflash of speculators": (
-        DFLASH | {"window": 24, "vocabulary": 64},
-        lambda n: n,
-        {"lm_head.weight": (64, 32)},
-        BLOCKS | {"speculators_model_type": "dflash", "sample_from_anchor": False, "projector_type": "dflash"},
-    ),
-    "dspark of speculators": (
-        DFLASH | {"kind": "dspark", "rank": 8, "window": 24},
-        lambda n: n,
-        {"lm_head.weight": (260, 32), "confidence_head.proj.weight": (1, 40), "confidence_head.proj.bias": (1,)},
-        BLOCKS
-        | {"speculators_model_type": "dspark", "sample_from_anchor": True, "enable_confidence_head": True}
-        | {"markov_rank": 8, "markov_head_type": "vanilla", "confidence_head_with_markov": True},
-    ),
+REDUCED = EAGLE_3 | {"vocabulary": 64}
+EMBEDDED = {"embed_tokens.weight": (260, 32)}
+INV_FREQ = {"layers.0.self_attn.rotary_emb.inv_freq": (4,)}
+CONFIDENCE = {"confidence_head.proj.weight": (1, 40), "confidence_head.proj.bias": (1,)}
+EAGLE_3_OF_SPECULATORS = {"speculators_model_type": "eagle3"}  # norm_before_residual is true where it is not given
+P_EAGLE_OF_SPECULATORS = {"speculators_model_type": "peagle", "mask_token_id": 258, "embed_requires_grad": True}
+DFLASH_OF_SPECULATORS = BLOCKS | {"speculators_model_type": "dflash", "sample_from_anchor": False}
+DSPARK_OF_SPECULATORS = BLOCKS | {
+    **{"speculators_model_type": "dspark", "sample_from_anchor": True, "enable_confidence_head": True},
+    **{"markov_rank": 8, "markov_head_type": "vanilla", "confidence_head_with_markov": True},
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_released_checkpoint_becomes_ours_to_the_bit(released, loaded_target, embed_head, layout):
-    settings, renamed, more, *config = LAYOUTS[layout]
-    recipe, folder, ours = released(settings, renamed, more, **(config[0] if config else {}))
+def same(name):
+    return name
+
+
+def by_layer(name):
+    return name.replace("midlayer.", "layers.0.")
+
+
+def gumihos(name):
+    return re.sub(r"^mlp\.mlp\.(\d\.)(0\.0\.)?", lambda at: f"mlp.{at[1]}{'0.linear.' if at[2] else ''}", name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "renamed", "more", "config"),  # our name -> theirs; what else is there; what it says beside shapes
+    [
+        (EAGLE | {"fc_bias": True}, same, EMBEDDED, {}),
+        (EAGLE, same, EMBEDDED | INV_FREQ, {}),
+        ({"kind": "jakiro", "fc_bias": True}, same, EMBEDDED, {}),
+        ({"kind": "gumiho", "fc_bias": True}, gumihos, EMBEDDED, {}),
+        (REDUCED, same, {}, {}),
+        (REDUCED | {"norm_before_residual": True}, by_layer, EMBEDDED, EAGLE_3_OF_SPECULATORS),
+        (P_EAGLE | {"vocabulary": 64}, by_layer, EMBEDDED, P_EAGLE_OF_SPECULATORS),
+        (
+            DFLASH | {"window": 24, "vocabulary": 64},
+            same,
+            {"lm_head.weight": (64, 32)},
+            DFLASH_OF_SPECULATORS | {"projector_type": "dflash"},
+        ),
+        (
+            DFLASH | {"kind": "dspark", "rank": 8, "window": 24},
+            same,
+            {"lm_head.weight": (260, 32)} | CONFIDENCE,
+            DSPARK_OF_SPECULATORS,
+        ),
+    ],
+)
+def test_a_released_checkpoint_becomes_ours_to_the_bit(
+    released, loaded_target, embed_head, settings, renamed, more, config
+):
+    recipe, folder, ours = released(settings, renamed, more, **config)
     said = import_draft(folder, recipe, "theirs")
     draft = checkpoint.load(recipe.draft_dir("theirs"), fingerprint(recipe.target))
     assert draft.state_dict().keys() == ours.keys()
@@ -91,38 +91,74 @@ def test_a_released_checkpoint_becomes_ours_to_the_bit(released, loaded_target, 
         assert got.tokens == plain(loaded_target, prompt_of(1), sampling).tokens
 
 
+# -- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def change_weights(folder, change):
+    """Writes the folder's weights anew, with those of `change`, and without those that are None there."""
+    weights = load_file(folder / "model.safetensors")
+    weights |= change(weights)
+    save_file({name: x.contiguous() for name, x in weights.items() if x is not None}, folder / "model.safetensors")
+
+
+def filled(weights, place, value):
+    """The offsets, with another one."""
+    return {"d2t": weights["d2t"].index_fill(0, torch.tensor([place]), value)}
+
+
+UP, UP_1 = "midlayer.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight"
+EXPERT = "layers.0.mlp_moe.experts.0.fc1.weight"
+SMALL = {"kind": "jakiro", "vocabulary": 64}  # whose head is the target's
+
+
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("settings", "change", "complaint"),
     [
-        ({"sliding_window_non_causal": False}, r"causal=True: set draft\.theirs\.causal"),
-        ({"sliding_window_non_causal": False, "sliding_window": 100_000}, r"causal=True: set draft\.theirs\.causal"),
-        ({"sliding_window_non_causal": None}, "no sliding_window_non_causal: whether blocks are causal is not known"),
-        ({"causal": True}, "causal=True, sliding_window_non_causal=True: whether blocks are causal is not known"),
-        (
-            {"is_causal": False, "dflash_config": {"causal": True}},
-            "is_causal=False, causal=True, sliding_",
-        ),
-        ({"is_causal": "no"}, "is_causal='no', and only False or True is computed here"),
-        ({"sample_from_anchor": True}, "sample_from_anchor=True, and only False is computed here"),
-        ({"projector_type": "domino"}, "projector_type='domino'"),
-        ({"shift_label": True}, "shift_label=True"),
-        ({"aux_hidden_state_layer_ids": [2]}, r"set draft.theirs.auxiliary_layers \(it is \[1, 2\]\)"),
-        ({"aux_hidden_state_layer_ids": [0, 1]}, r"names the outputs of layers \[0, 1\]"),
+        (REDUCED, lambda w: {"t2d": w["t2d"].roll(1)}, "t2d names 64 tokens, but d2t 64 others"),
+        (REDUCED, lambda w: {"d2t": None}, "t2d names 64 tokens, but there is no d2t"),
+        (EAGLE_3, lambda w: {"t2d": torch.tensor(True)}, "t2d names 1 tokens, but there is no d2t"),
+        (REDUCED, lambda w: filled(w, 1, -1), "d2t leads to token 0 more than once"),
+        (REDUCED, lambda w: filled(w, 0, 5), "d2t leads to token 5 and then to 4"),
+        (REDUCED, lambda w: {"d2t": w["d2t"] + 9}, "d2t leads to token 261, but the target has 260"),
+        (REDUCED, lambda w: {"d2t": w["d2t"] - 1}, "d2t leads to token -1, but the target has 260"),
+        (REDUCED, lambda w: {"draft_token_ids": torch.arange(256, 0, -4)}, "ids leads to token 256 and then to 252"),
+        (EAGLE_3, lambda w: {"layers.0.mlp.up_proj.weight": 2 * w[UP]}, rf"are both {UP}, and differ"),
+        ({"kind": "jakiro"}, lambda w: {EXPERT: torch.ones(48, 32)}, "no place for .*experts.0.fc1.weight"),
+        (EAGLE, lambda w: {"other": w[UP_1], UP_1: None}, f"no place for other; {UP_1} missing"),
+        (EAGLE, lambda w: {"model.embed_tokens.weight": torch.randn(260, 32)}, r"model.embed_tokens.weight is not the"),
+        (SMALL, lambda w: {"lm_head.weight": torch.randn(64, 32)}, "lm_head.weight is not the target's head"),
     ],
 )
-def test_what_a_block_of_speculators_computes_otherwise_is_refused(released, change, said):
-    config = BLOCKS | {"speculators_model_type": "dflash"} | change
-    recipe, folder, _ = released(DFLASH | {"window": 24}, **config)
-    with pytest.raises(PipelineError, match=said):
+def test_tensors_that_are_not_the_drafts_are_refused_by_name(released, settings, change, complaint):
+    recipe, folder, _ = released(settings)
+    change_weights(folder, change)
+    with pytest.raises(PipelineError, match=complaint):
         import_draft(folder, recipe, "theirs")
+    assert not (recipe.draft_dir("theirs") / checkpoint.CONFIG).exists()
 
 
-def test_another_head_than_the_targets_is_refused(released):
-    recipe, folder, _ = released(DFLASH | {"vocabulary": 64}, more={"lm_head.weight": (64, 32)}, **UNWINDOWED)
-    weights = load_file(folder / "model.safetensors")
-    save_file(weights | {"lm_head.weight": weights["lm_head.weight"] + 1}, folder / "model.safetensors")
-    with pytest.raises(PipelineError, match="is not the target's head"):
-        import_draft(folder, recipe, "theirs")
+BIAS = "midlayer.self_attn.o_proj.bias"
+WHOLE = {"d2t": torch.zeros(260, dtype=torch.long), "t2d": torch.ones(260, dtype=torch.bool)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "change", "line"),
+    [
+        (EAGLE_3, {}, lambda w: WHOLE, "dropped d2t: every token of the target is one of the draft's"),  # of SpecForge
+        (
+            EAGLE_3,
+            {},
+            lambda w: {"model.norm.weight": w["norm.weight"].clone()},
+            r"dropped .*norm.weight: the same as ",
+        ),
+        (EAGLE_3 | {"attention_bias": True}, {"qkv_bias": True}, lambda w: {BIAS: None}, f"made {BIAS}: zeros, as the"),
+    ],
+)
+def test_tensors_that_say_nothing_more_are_dropped_or_made(released, settings, config, change, line):
+    recipe, folder, ours = released(settings, **config)
+    change_weights(folder, change)
+    assert any(re.match(line, text) for text in import_draft(folder, recipe, "theirs"))
+    assert_imported(recipe, ours | ({BIAS: torch.zeros(32)} if BIAS in ours else {}))
 
 
 def medusas(name):
@@ -151,117 +187,122 @@ UNREAD = "prefix_embeding_layer.embed_tokens.weight"  # its authors train on hid
 EMBEDDING = {"input_embed_fn.weight": (260, 32)}  # the target's, which their class registers and so saves
 
 
+MEDUSA = {"kind": "medusa", "heads": 3, "blocks": 2}
+HYDRA = {"kind": "hydra", "heads": 3, "blocks": 2, "head_bias": True, "prefix": False}
+HYDRA_2 = {"kind": "hydra", "heads": 3, "blocks": 4, "head_bias": True}
+PREFIX = {UNREAD: (260, 32), "prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq": (4,)}
+
+
 @pytest.mark.parametrize(
-    ("settings", "renamed", "more", "config", "file"),
+    ("settings", "renamed", "more", "config"),
     [
-        (
-            {"kind": "medusa", "heads": 3, "blocks": 2},
-            medusas,
-            {},
-            {"medusa_num_heads": 2, "medusa_num_layers": 2},  # the released configs say 2, and the weights have 5
-            "medusa_lm_head.pt",
-        ),
-        (
-            {"kind": "hydra", "heads": 3, "blocks": 4, "head_bias": True},
-            hydras,
-            {UNREAD: (260, 32), "prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq": (4,)} | EMBEDDING,
-            {"hydra_num_heads": 3, "hydra_num_layers": 4},
-            "hydra_lm_head.pt",
-        ),
-        (
-            {"kind": "hydra", "heads": 3, "blocks": 2, "head_bias": True, "prefix": False},
-            plain_hydras,
-            EMBEDDING,
-            {"hydra_num_heads": 3, "hydra_num_layers": 2},
-            "hydra_lm_head.pt",
-        ),
+        (MEDUSA, medusas, {}, {"medusa_num_heads": 2, "medusa_num_layers": 2}),  # as released: the weights have 5
+        (HYDRA_2, hydras, PREFIX | EMBEDDING, {"hydra_num_heads": 3, "hydra_num_layers": 4}),
+        (HYDRA, plain_hydras, EMBEDDING, {"hydra_num_heads": 3, "hydra_num_layers": 2}),
     ],
     ids=["medusa", "hydra++", "hydra"],
 )
 def test_heads_whose_config_has_no_shapes_take_the_targets(
-    released, loaded_target, embed_head, settings, renamed, more, config, file
+    released, loaded_target, embed_head, settings, renamed, more, config
 ):
     recipe, folder, ours = released(settings, renamed, more)
     (folder / "config.json").write_text(json.dumps(config))
-    true = recipe.draft["theirs"]
+    kind, true = settings["kind"], recipe.draft["theirs"]
     wrong = {"heads": 4, "blocks": 1, "head_bias": not true.head_bias}
-    if settings["kind"] == "hydra":
-        wrong["prefix"] = not true.prefix
+    wrong |= {"prefix": not true.prefix} if kind == "hydra" else {}
     for key, value in wrong.items():
-        other = {"draft": {"theirs": settings | {key: value}}, "output": str(folder / key)}
+        other = with_settings(recipe, settings | {key: value}, output=str(folder / key))
         with pytest.raises(PipelineError, match=rf"{key}={getattr(true, key)}: set draft.theirs.{key}"):
-            import_draft(folder, Recipe.model_validate(recipe.model_dump(mode="json") | other), "theirs")
-    if settings["kind"] == "hydra":
+            import_draft(folder, other, "theirs")
+    if kind == "hydra":
         (folder / "config.json").write_text(json.dumps(config | {"hidden_state_offset": 1}))
         with pytest.raises(PipelineError, match=r"an earlier layer .hidden_state_offset=1.*offset 0"):
             import_draft(folder, recipe, "theirs")
         (folder / "config.json").write_text(json.dumps(config | {"hidden_state_offset": 0}))
-    torch.save(load_file(folder / "model.safetensors"), folder / file)
+    torch.save(load_file(folder / "model.safetensors"), folder / f"{kind}_lm_head.pt")
     (folder / "model.safetensors").unlink()
     said = import_draft(folder, recipe, "theirs")
     assert (f"dropped {UNREAD}: nothing here reads it" in said) == (UNREAD in more)
+    assert_imported(recipe, ours)
     draft = checkpoint.load(recipe.draft_dir("theirs"), fingerprint(recipe.target))
-    assert draft.state_dict().keys() == ours.keys()
-    assert all(torch.equal(x, ours[name]) for name, x in draft.state_dict().items())
     draft.bind(embed_head)
     got = speculative(loaded_target, LoadedMethod(draft, recipe.tree("theirs")), prompt_of(1), Sampling(16, NEVER))
     assert got.tokens == plain(loaded_target, prompt_of(1), Sampling(16, NEVER)).tokens
 
 
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def sharded(folder, weights, stem="model", ending="safetensors", write=save_file):
+    """Its weights in two files, and an index."""
+    (folder / "model.safetensors").unlink()
+    files = {name: f"part-{1 + n % 2}.{ending}" for n, name in enumerate(weights)}
+    for file in set(files.values()):
+        write({name: weights[name] for name in weights if files[name] == file}, folder / file)
+    (folder / f"{stem}.{ending}.index.json").write_text(json.dumps({"weight_map": files}))
+
+
+def pickled(folder, content):
+    (folder / "model.safetensors").unlink()
+    torch.save(content, folder / "pytorch_model.bin")
+
+
 @pytest.mark.parametrize(
-    ("settings", "more", "complaint"),
+    ("write", "files"),
     [
-        ({"kind": "eagle"}, {"fc.bias": (32,)}, "no place for fc.bias"),
-        ({"kind": "eagle"}, {"layers.0.self_attn.q_proj.bias": (32,)}, "no place for layers.0.self_attn.q_proj.bias"),
+        (sharded, 2),
+        (lambda folder, weights: sharded(folder, weights, "pytorch_model", "bin", torch.save), 2),
+        (lambda folder, weights: pickled(folder, {"state_dict": weights, "epoch": 3}), 1),
+    ],
+    ids=["index", "index of pickles", "a trainer's pickle"],
+)
+def test_weights_are_read_from_files_as_others_write_them(released, write, files):
+    recipe, folder, ours = released(REDUCED)
+    write(folder, load_file(folder / "model.safetensors"))
+    import_draft(folder, recipe, "theirs")
+    assert_imported(recipe, ours)
+    sums = checkpoint.read_config(recipe.draft_dir("theirs")).training["imported"]["sha256"]
+    assert len(sums.split(", ")) == files
+
+
+def with_index(content):
+    def write(folder, weights):
+        sharded(folder, weights)
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+    return write
+
+
+def one_part_twice(folder, weights):
+    sharded(folder, weights)
+    (folder / "part-1.safetensors").write_bytes((folder / "part-2.safetensors").read_bytes())
+
+
+ALONE = "pytorch_model.bin cannot be read as weights alone"
+
+
+@pytest.mark.parametrize(
+    ("write", "complaint"),
+    [
+        (lambda folder, _: (folder / "config.json").unlink(), "holds no config.json"),
+        (lambda folder, _: (folder / "model.safetensors").unlink(), "holds none of model.safetensors, "),
+        (with_index({"weight_map": {"fc.weight": "../part-1.safetensors"}}), "expected names of files beside it"),
+        (with_index({"weight_map": {"fc.weight": "no.bin"}}), "holds no no.bin, which"),
+        (with_index([1]), "is a JSON list, expected an object"),
+        (one_part_twice, "which another file of its index holds, too"),
+        (lambda folder, w: pickled(folder, w | {"epoch": 3}), f"{ALONE}: 'epoch' holds a value of type int, expected"),
         (
-            {"kind": "jakiro"},
-            {"layers.0.mlp_moe.experts.0.fc1.weight": (48, 32)},
-            "no place for .*experts.0.fc1.weight",
+            lambda folder, w: pickled(folder, {"model": {"w": w}}),
+            f"{ALONE}: 'model' holds a value of type dict, expect",
         ),
+        (lambda folder, w: pickled(folder, [*w.values()]), f"{ALONE}: it holds a value of type list, expected tensors"),
     ],
 )
-def test_what_has_no_place_is_refused_by_its_name(released, settings, more, complaint):
-    recipe, folder, _ = released(settings, more=more)
+def test_files_that_are_no_checkpoint_are_refused(released, write, complaint):
+    recipe, folder, _ = released(EAGLE)
+    write(folder, load_file(folder / "model.safetensors"))
     with pytest.raises(PipelineError, match=complaint):
         import_draft(folder, recipe, "theirs")
-    assert not (recipe.draft_dir("theirs") / checkpoint.CONFIG).exists()
-
-
-def test_a_tensor_of_another_shape_or_none_is_refused_by_its_name(released):
-    recipe, folder, _ = released({"kind": "eagle"}, lambda n: "layers.0.mlp.other.weight" if "up_proj" in n else n)
-    with pytest.raises(
-        PipelineError, match=r"no place for layers.0.mlp.other.weight; layers.0.mlp.up_proj.weight missing"
-    ):
-        import_draft(folder, recipe, "theirs")
-    settings = {"draft": {"theirs": {"kind": "eagle", "mlp_width": 9}}}
-    wide = Recipe.model_validate(recipe.model_dump(mode="json") | settings)
-    with pytest.raises(PipelineError, match=r"gate_proj.weight is \[64, 32\], expected \[9, 32\]"):
-        import_draft(folder, wide, "theirs")
-
-
-def test_another_targets_draft_is_refused(released):
-    recipe, folder, _ = released({"kind": "eagle"}, hidden_size=64)
-    with pytest.raises(PipelineError, match=r"hidden_size is 64.* trained for another target"):
-        import_draft(folder, recipe, "theirs")
-
-
-class Touching:
-    """What a pickle can do that is no weights."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
-
-
-def test_a_pickle_that_does_more_is_refused_and_does_nothing(released, tmp_path):
-    recipe, folder, _ = released({"kind": "eagle"})
-    (folder / "model.safetensors").unlink()
-    torch.save({"fc.weight": Touching(tmp_path / "touched")}, folder / "pytorch_model.bin")
-    with pytest.raises(PipelineError, match=r"pytorch_model.bin cannot be read as weights alone"):
-        import_draft(folder, recipe, "theirs")
-    assert not (tmp_path / "touched").exists()
 
 
 def endless():
@@ -273,7 +314,7 @@ def endless():
 
 
 class Calling:
-    """A call that torch allows in a pickle of weights."""
+    """A call in a pickle; torch allows some among weights."""
 
     def __init__(self, called, *arguments):
         self.call = called, arguments
@@ -285,17 +326,19 @@ class Calling:
 @pytest.mark.parametrize(
     ("value", "complaint"),
     [
+        (lambda path: Calling(open, str(path), "w"), ""),
         (torch.zeros(1).expand(20_000_000_000), r"its tensors come to 80000000000 bytes, expected at most 4 times"),
         (torch.zeros(1, dtype=torch.bool).expand(9999), r"its tensors come to 9999 bytes, expected at most 4 times"),
         (Calling(bytearray, 4_000_000_000), r"it needs more memory than weights of its size do"),
         (Calling(OrderedDict, [(endless(), 1)]), r"it took more than 1 seconds of CPU time"),
     ],
 )
-def test_a_pickle_that_asks_for_more_than_its_size_is_refused(tmp_path, monkeypatch, value, complaint):
+def test_a_pickle_that_does_more_or_asks_for_more_than_its_size_is_refused(tmp_path, monkeypatch, value, complaint):
     monkeypatch.setattr("pipeline.artifacts.foreign.SECONDS", 1)
-    torch.save({"w": value}, tmp_path / "model.ckpt")
+    torch.save({"w": value(tmp_path / "touched") if callable(value) else value}, tmp_path / "model.ckpt")
     with pytest.raises(PipelineError, match=rf"model.ckpt cannot be read as weights alone: {complaint}"):
         read_weights([tmp_path / "model.ckpt"])
+    assert not (tmp_path / "touched").exists()
 
 
 @pytest.mark.parametrize(
@@ -332,23 +375,15 @@ def test_a_relative_path_is_read_where_the_command_runs_not_in_the_checkout(tmp_
     assert read_weights([Path("model.ckpt")])["w"].item() == 1
 
 
-@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
-def test_a_folder_without_a_checkpoint_is_refused(released, missing):
-    recipe, folder, _ = released({"kind": "eagle"})
-    (folder / missing).unlink()
-    with pytest.raises(PipelineError, match="holds no"):
-        import_draft(folder, recipe, "theirs")
-
-
 def test_a_draft_that_is_there_is_not_overwritten(released):
-    recipe, folder, _ = released({"kind": "eagle"})
+    recipe, folder, _ = released(EAGLE)
     import_draft(folder, recipe, "theirs")
     with pytest.raises(PipelineError, match="holds a draft already"):
         import_draft(folder, recipe, "theirs")
 
 
 def test_the_command_says_what_it_did(released, tmp_path, capsys):
-    recipe, folder, _ = released({"kind": "eagle"}, more={"embed_tokens.weight": (260, 32)})
+    recipe, folder, _ = released(EAGLE, more={"embed_tokens.weight": (260, 32)})
     file = tmp_path / "recipe.json"
     file.write_text(json.dumps(recipe.model_dump(mode="json")))
     call(main, "import", str(folder), "--recipe", str(file))
@@ -357,7 +392,7 @@ def test_the_command_says_what_it_did(released, tmp_path, capsys):
 
 
 def test_the_card_of_an_imported_draft_says_where_its_weights_are_from(released):
-    recipe, folder, _ = released({"kind": "eagle"})
+    recipe, folder, _ = released(EAGLE)
     import_draft(folder, recipe, "theirs")
     saved = checkpoint.read_config(recipe.draft_dir("theirs"))
     assert saved.training_said == "imported from released"
@@ -366,30 +401,3 @@ def test_the_card_of_an_imported_draft_says_where_its_weights_are_from(released)
     part = text[begin : text.index("{% else %}", begin)].replace("elif", "if", 1) + "{% endif %}"
     body = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(part)
     assert saved.training["imported"]["sha256"] in body.render(training=saved.training)
-
-
-def test_an_embedding_of_its_own_is_refused(released):
-    recipe, folder, _ = released({"kind": "eagle"}, more={"model.embed_tokens.weight": (260, 32)})
-    with pytest.raises(PipelineError, match=r"model.embed_tokens.weight is not the target's embedding"):
-        import_draft(folder, recipe, "theirs")
-
-
-def test_a_checkpoint_whose_ids_do_not_ascend_is_refused(released, embed_head):
-    recipe, folder, _ = released({"kind": "eagle3", "vocabulary": 64})
-    import_draft(folder, recipe, "theirs")
-    own = recipe.draft_dir("theirs")
-    draft = checkpoint.load(own, fingerprint(recipe.target))
-    draft.bind(embed_head)
-    draft.set_vocabulary(draft.token_ids_U.flip(0))
-    checkpoint.save(own, draft, draft.state_dict(), recipe, "theirs", {})
-    with pytest.raises(PipelineError, match="draft_token_ids do not ascend"):
-        checkpoint.load(own, fingerprint(recipe.target))
-
-
-@pytest.mark.parametrize(("more", "token"), [(9, 261), (-1, -1)])
-def test_ids_beyond_the_target_are_refused(released, more, token):
-    recipe, folder, _ = released({"kind": "eagle3", "vocabulary": 64})
-    weights = load_file(folder / "model.safetensors")
-    save_file(weights | {"d2t": weights["d2t"] + more}, folder / "model.safetensors")
-    with pytest.raises(PipelineError, match=f"d2t leads to token {token}, but the target has 260"):
-        import_draft(folder, recipe, "theirs")

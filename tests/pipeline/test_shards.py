@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -84,9 +85,9 @@ def shard_of(folder: Path, rows: list[Row], spec: FeatureSpec = SPEC) -> shards.
     return write_shard(folder, "train", 0, spec, (stored(row, n, spec) for n, row in enumerate(rows)), {})
 
 
-def refusal(folder: Path, expected: FeatureSpec = SPEC, split: str = "train") -> str:
+def refusal(folder: Path, expected: FeatureSpec = SPEC) -> str:
     with pytest.raises(PipelineError) as caught:
-        FeatureStore(folder, split, expected)
+        FeatureStore(folder, "train", expected)
     return str(caught.value)
 
 
@@ -187,21 +188,10 @@ def test_the_record_counts_what_the_shard_holds(tmp_path):
     rows = (stored(row, number, SPEC) for number, row in enumerate(rows_of(4)))
     record = write_shard(tmp_path, "validation", 7, SPEC, rows, rejected)
     path = tmp_path / "features-validation-000007.arrow"
-    assert asdict(record) == {
-        "name": path.name,
-        "split": "validation",
-        "index": 7,
-        "rows": 4,
-        "tokens": 3 + 4 + 5 + 6,
-        "trained_tokens": 1 + 2 + 2 + 3,
-        "bytes": path.stat().st_size,
-        "sha256": sha256(path),
-        "rejected": rejected,
-        "documents": "",
-        "text": None,
-        "edits": {},
-        "off": None,
-    }
+    counts = {"rows": 4, "tokens": 3 + 4 + 5 + 6, "trained_tokens": 1 + 2 + 2 + 3, "bytes": path.stat().st_size}
+    where = {"name": path.name, "split": "validation", "index": 7, "sha256": sha256(path)}
+    nothing = {"documents": "", "text": None, "edits": {}, "off": None}
+    assert asdict(record) == where | counts | {"rejected": rejected} | nothing
 
 
 def test_a_shard_costs_a_manifest_a_few_calls_and_a_line(folder, tmp_path):
@@ -277,22 +267,6 @@ def test_a_shard_that_names_another_row_or_has_states_of_another_length_is_refus
     assert store.row(1).doc_id == "doc0-1"
     with pytest.raises(PipelineError, match=f"features-train-000000.arrow: {message}"):
         store.row(2)
-
-
-@pytest.mark.parametrize("way", ["missing", "truncated", "of another tokenizer", "of fewer rows"])
-def test_a_table_that_is_not_the_manifests_is_refused(folder, way):
-    path, manifest = folder / text_name("train"), Manifest.load(folder)
-    if way == "missing":
-        path.unlink()
-    elif way == "truncated":
-        os.truncate(path, 300)
-    elif way == "of another tokenizer":
-        rows = [*rows_of(3), *rows_of(2, seed=1)]
-        manifest.text["train"] = shards.write_text_table(path, rows, replace(SPEC, tokenizer="X"))
-    else:
-        manifest.text["train"] = shards.write_text_table(path, rows_of(3), SPEC)
-    manifest.save(folder)
-    assert re.search(r"text table .*text-train|the train table holds 3 dialogues", refusal(folder))
 
 
 def test_rows_are_views_into_the_mapped_file(folder):
@@ -393,82 +367,8 @@ def test_a_file_that_is_younger_than_its_clock_is_coarse_is_not_remembered(folde
     assert reasons(folder) == [None, None, None] and not (folder / checked.CHECKED).exists()
 
 
-def test_an_unfinished_dump_one_of_an_older_version_and_none_are_refused_with_what_to_do(folder):
-    change_sealed(folder / MANIFEST, lambda raw: raw.update(complete=False))
-    assert "the dump is not finished. Run it again" in refusal(folder)
-    change_sealed(folder / MANIFEST, lambda raw: raw.update(complete=True, shards=raw["shards"][:2]))
-    assert "holds no 'validation' dialogues" in refusal(folder, split="validation")
-    change_sealed(folder / MANIFEST, lambda raw: raw["spec"].update(version=1))
-    assert "features of version 1, expected 2" in refusal(folder) and "dump again" in refusal(folder)
-    for text in ("{", "[]", "null", "{}", '{"spec": {"colour": 1}, "shards": []}'):
-        (folder / MANIFEST).write_text(text)
-        assert str(folder / MANIFEST) in refusal(folder)
-    (folder / MANIFEST).unlink()
-    assert "no features were dumped here. Run: jakiro dump RECIPE" in refusal(folder)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"name": "../../evil.arrow"},
-        {"name": "/tmp/evil.arrow"},
-        {"name": "features-train-000001.arrow"},
-        {"split": "validation"},
-        {"split": "../train", "name": "features-../train-000000.arrow"},
-        {"index": -1, "name": "features-train--00001.arrow"},
-        {"index": True, "name": "features-train-000001.arrow"},
-        {"rows": "3"},
-        {"bytes": -1},
-    ],
-    ids=str,
-)
-def test_a_manifest_that_names_another_file_than_its_schema_makes_is_refused(folder, changes):
-    """Its seal is right: whoever made it meant it."""
-    change_sealed(folder / MANIFEST, lambda raw: raw["shards"][0].update(changes))
-    assert re.match(
-        rf"{re.escape(str(folder / MANIFEST))}: '.*' .* is not one that a dump writes, or is there twice\. Restore",
-        refusal(folder),
-    )
-
-
-@pytest.mark.parametrize("kind", ["twice", "a table elsewhere", "a table of answers elsewhere"])
-def test_a_file_that_is_there_twice_or_elsewhere_is_refused(folder, kind):
-    def change(raw: dict) -> None:
-        if kind == "twice":
-            raw["shards"].append(raw["shards"][0])
-        elif kind == "a table elsewhere":
-            raw["text"]["train"]["name"] = "../evil.arrow"
-        else:
-            answers = {**raw["shards"][0], "split": "answers", "name": "features-answers-000000.arrow"}
-            raw["answers"].append({**answers, "text": {**raw["text"]["train"], "name": "../text-answers-0.arrow"}})
-
-    change_sealed(folder / MANIFEST, change)
-    assert "is there twice" in refusal(folder)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ('"train"', '"validation"'),
-        ('"complete": true', '"complete": false'),
-        ('"R"', '"S"'),
-    ],
-)
-def test_a_manifest_that_was_changed_is_refused(folder, old, new):
-    """A shard of another split would leave training without a word."""
-    replace_once(folder / MANIFEST, old, new)
-    assert f"{folder / MANIFEST} was changed or damaged after it was written" in refusal(folder)
-    assert "remove it and dump again" in refusal(folder)
-
-
-def test_a_shard_with_other_rows_than_the_manifest_says_is_refused(folder):
-    manifest = Manifest.load(folder)
-    manifest.shards[:2] = replace(manifest.shards[0], rows=4), replace(manifest.shards[1], rows=1)
-    manifest.save(folder)
-    assert "3 rows, the manifest says 4" in refusal(folder)
-
-
 # -- what is foreign is refused --------------------------------------------------------------------------------------
+
 
 FOREIGN = [
     ("target", "X", "another target model or revision (target is 'T', this run expects 'X')"),
@@ -501,12 +401,93 @@ def test_every_field_of_the_spec_is_compared_and_another_engine_only_told(folder
     assert len(FeatureStore(folder, "train", other)) == 5
 
 
-@pytest.mark.parametrize("field", ["target", "recipe"])
-def test_a_foreign_shard_under_a_fitting_manifest_is_refused(folder, field):
-    """A shard that was copied in from another run."""
-    record = shard_of(folder, rows_of(3), replace(SPEC, **{field: "X"}))
-    replace_shard(folder, folder / record.name)
-    assert f"({field} is 'X', this run expects" in refusal(folder)
+Change = Callable[[Path], object]
+
+
+def sealed(change: Callable[[dict], object]) -> Change:
+    """A manifest whose seal is right: whoever made it meant it."""
+    return lambda folder: change_sealed(folder / MANIFEST, change)
+
+
+def of_spec(**values: object) -> Change:
+    return sealed(lambda raw: raw["spec"].update(values))
+
+
+def of_shard(**values: object) -> Change:
+    return sealed(lambda raw: raw["shards"][0].update(values))
+
+
+def wrote(text: str) -> Change:
+    return lambda folder: (folder / MANIFEST).write_text(text)
+
+
+COUNTED = {"records": 6, "further_sequences": 0, "accepted": 6, "torn_tail_after": None}
+COUNTED |= {name: {} for name in ("rejected", "skipped", "edits", "grouped")}
+
+
+def counted(**values: object) -> Change:
+    """What became of the records, with a value that no dump writes."""
+    return sealed(lambda raw: raw.update(accounting=COUNTED | values))
+
+
+def answers_elsewhere(raw: dict) -> None:
+    shard = raw["shards"][0] | {"split": "answers", "name": "features-answers-000000.arrow"}
+    raw["answers"].append(shard | {"text": raw["text"]["train"] | {"name": "../text-answers-0.arrow"}})
+
+
+def slip(folder: Path) -> None:
+    """A shard of another split would leave training without a word."""
+    replace_once(folder / MANIFEST, '"train"', '"validation"')
+
+
+NONE = f"{MANIFEST} is no manifest of this version"
+ODD = rf"{MANIFEST}: '.*' .* is not one that a dump writes, or is there twice\. Restore"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda folder: (folder / MANIFEST).unlink(), "no features were dumped here. Run: jakiro dump RECIPE"),
+        (wrote("{"), MANIFEST),
+        (wrote("[]"), MANIFEST),
+        (wrote("{}"), f"{MANIFEST} has no "),
+        (slip, rf"{MANIFEST} was changed or damaged after it was written.*remove it and dump again"),
+        (sealed(lambda raw: raw.update(complete=False)), "the dump is not finished. Run it again"),
+        (sealed(lambda raw: raw.update(shards=raw["shards"][2:])), "holds no 'train' dialogues"),
+        (of_spec(version=1), "features of version 1, expected 2: .*; dump again"),
+        (of_spec(evil=1), NONE),
+        (of_spec(hidden_size="32"), rf"{NONE} \(hidden_size='32'\)"),
+        (of_spec(engine="\x1b[2J"), rf"{NONE} \(engine="),
+        (of_spec(stop_ids="x"), rf"{NONE} \(stop_ids='x'\)"),
+        (sealed(lambda raw: raw.update(complete="yes", accounting=[1])), "accounting is not what a dump writes"),
+        (counted(records=None), "accounting.records is not what a dump writes"),
+        (counted(rejected={"\x1b[2J": 1}), "accounting.rejected"),
+        (counted(skipped=["x"]), "accounting.skipped is not what a dump writes"),
+        (counted(edits={"x": "1"}), "accounting.edits.x is not what a dump writes"),
+        # a file that is there twice, or elsewhere
+        (sealed(lambda raw: raw["shards"].append(raw["shards"][0])), ODD),
+        (of_shard(name="../../evil.arrow"), ODD),
+        (of_shard(name="features-train-000001.arrow"), ODD),
+        (of_shard(split="validation"), ODD),
+        (of_shard(split="../train", name="features-../train-000000.arrow"), ODD),
+        (of_shard(index=-1, name="features-train--00001.arrow"), ODD),
+        (of_shard(index=True, name="features-train-000001.arrow"), ODD),
+        (of_shard(rows="3"), ODD),
+        (of_shard(bytes=-1), ODD),
+        (of_shard(rows=10**400), ODD),
+        (sealed(lambda raw: raw["text"].update({"../x": raw["text"]["train"]})), ODD),
+        (sealed(lambda raw: raw["text"]["train"].update(name="../evil.arrow")), ODD),
+        (sealed(answers_elsewhere), ODD),
+    ],
+)
+def test_a_manifest_that_no_dump_wrote_is_refused(folder, change, words):
+    change(folder)
+    assert re.match(f"{re.escape(str(folder))}.*{words}", refusal(folder))
+
+
+def test_what_became_of_the_records_may_stand_in_a_manifest(folder):
+    counted()(folder)
+    assert Manifest.load(folder).accounting == COUNTED
 
 
 def write_table(path: Path, table: pa.Table) -> None:
@@ -523,22 +504,50 @@ def break_footer(path: Path) -> None:
 
 OTHER = pa.table({"text": ["a", "b", "c"]})
 COLUMNS = schema.arrow_schema(SPEC).set(0, pa.field("row", pa.int32())).empty_table()
+SHARD, TABLE = shard_name("train", 0), text_name("train")
+
+
+def shard_with(**values: object) -> Change:
+    """A shard that was copied in from another run."""
+    return lambda path: shard_of(path.parent, rows_of(3), replace(SPEC, **values))
 
 
 @pytest.mark.parametrize(
-    ("write", "message"),
+    ("write", "words"),
     [
-        (lambda path: shard_of(path.parent, rows_of(3), replace(SPEC, version=1)), "version '1', expected 2"),
+        (shard_with(version=1), "version '1', expected 2"),
+        (shard_with(target="X"), "(target is 'X', this run expects"),
+        (shard_with(recipe="X"), "(recipe is 'X', this run expects"),
+        (lambda path: shard_of(path.parent, rows_of(2)), "2 rows, the manifest says 3"),
         (lambda path: write_table(path, OTHER), "it is no feature shard"),
         (lambda path: write_table(path, OTHER.replace_schema_metadata({"version": "2"})), "is not a feature shard's"),
         (lambda path: write_table(path, COLUMNS), "columns are"),
         (lambda path: path.write_bytes(b"not arrow at all"), "is not a whole Arrow file"),
         (break_footer, ""),  # what a dump reads back when checksums are not asked for
     ],
-    ids=["version", "other columns", "other metadata", "other types", "no Arrow file", "footer"],
 )
-def test_a_file_that_is_no_shard_is_refused_by_name(folder, write, message):
-    path = folder / shard_name("train", 0)
-    write(path)
-    replace_shard(folder, path)
-    assert str(path) in refusal(folder) and message in refusal(folder)
+def test_a_shard_that_is_none_of_this_run_is_refused_by_name(folder, write, words):
+    write(folder / SHARD)
+    replace_shard(folder, folder / SHARD)
+    assert str(folder / SHARD) in refusal(folder) and words in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (lambda path: path.unlink(), f"{TABLE} is not a whole Arrow file"),
+        (lambda path: os.truncate(path, 300), f"{TABLE} is not a whole Arrow file"),
+        (lambda path: as_table(path, 5, tokenizer="X"), f"{TABLE} is not the one of the manifest"),
+        (lambda path: as_table(path, 3), "the train table holds 3 dialogues"),
+    ],
+)
+def test_a_table_that_is_not_the_manifests_is_refused(folder, write, words):
+    write(folder / TABLE)
+    assert words in refusal(folder)
+
+
+def as_table(path: Path, count: int, **values: object) -> None:
+    """Another table, which the manifest names."""
+    manifest = Manifest.load(path.parent)
+    manifest.text["train"] = shards.write_text_table(path, rows_of(count), replace(SPEC, **values))
+    manifest.save(path.parent)

@@ -18,8 +18,7 @@ from pipeline.features.store import Store
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from preprocess.dump.driver import dump
-from tests.eval.test_push import reach
-from tests.hub import Hub
+from tests.hub import Hub, reach
 from tests.loopback import object_store
 from tests.train.runs import train_here
 
