@@ -47,7 +47,7 @@ from pipeline.running import entry
 
 
 def measured_already(path: Path, key: str) -> bool:
-    """By this version of the measurement, too."""
+    """Return whether the report is of this evaluation, by this version of the measurement."""
     found = read_report(path) if path.exists() else {}
     return (found.get("key"), found.get("code")) == (key, measured_by())
 

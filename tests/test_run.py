@@ -582,7 +582,7 @@ def test_another_version_of_the_measurement_releases_no_old_figures(copied, monk
     before = records.read_text().splitlines()
     monkeypatch.setattr("pipeline.artifacts.provenance.MEASURE_VERSION", 0)
     found = load_recipe(recipe, sets)
-    assert eval_state(found) == (False, f"release not by {measured_by()}")
+    assert eval_state(found) == (False, f"release that was not measured by {measured_by()}")
     call(evaluate, str(recipe), "--set", sets[0])
     assert len(records.read_text().splitlines()) == 2 * len(before)
     assert eval_state(found)[0]

@@ -52,7 +52,7 @@ def code(text: Any) -> str:
 
 def kind_said(annotation: str) -> str:
     """A type as a user reads it: Annotated[int, Field(ge=0)] is int (ge=0), Literal['a', 'b'] is 'a' | 'b'."""
-    annotation = re.sub(r"^(?:Runtime|Measured|Calibration|Cut|Job)\[(.*)\]$", r"\1", annotation)
+    annotation = re.sub(r"^(?:Runtime|Measured|Cut|Job)\[(.*)\]$", r"\1", annotation)
     plain = re.sub(rf"Annotated\[(.+), Field\({MADE}=.*?\)\]", r"\1", annotation)
     plain = re.sub(r"Annotated\[(.+), Field\((.*?)\)\]", r"\1 (\2)", plain)
     plain = re.sub(r"Annotated\[(\w+), [^]]*\]", r"\1", plain)

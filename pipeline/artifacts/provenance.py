@@ -54,7 +54,7 @@ def revision() -> str:
 
 
 def measured_by() -> str:
-    """What forms and decodes the figures of a report: another one measures again."""
+    """Return the versions of the measurement and of the libraries that decode: a report of others is measured again."""
     versions = [f"{library} {importlib.metadata.version(library)}" for library in ("torch", "transformers")]
     return ", ".join([f"measurement {MEASURE_VERSION}", *versions])
 

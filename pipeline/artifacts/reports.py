@@ -262,7 +262,7 @@ def eval_state(recipe: Recipe) -> tuple[bool, str]:
     if target and (other := target.differences(found["target_identity"])):
         return False, f"release of what the target was before: {'; '.join(other)}"
     if found.get("code") != measured_by():
-        return False, f"release not by {measured_by()}"
+        return False, f"release that was not measured by {measured_by()}"
     if read_tuned_trees(recipe.tuned_file) != found.get("tuned"):
         return False, "release without the tuned trees"
     for facts in found["drafts"].values():

@@ -34,22 +34,20 @@ def _different(gpus: list[int]) -> list[int]:
 Gpus = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1), AfterValidator(_different)]  # a machine's
 
 
-# A file of the target's own answers, feature shards, the target's answers to calibration prompts, a draft's weights,
-# what is measured.
-Result = Literal["regenerated", "dump", "answers", "weights", "figures"]
+# A file of the target's own answers, feature shards, a draft's weights, the figures of a run.
+Result = Literal["regenerated", "dump", "weights", "figures"]
 
 
 @dataclass(frozen=True)
 class Affects:
-    """The only results that a key changes. A key without this mark changes all that its section leads to."""
+    """The only results that a key changes. A key without this mark changes every result of its section."""
 
     results: tuple[Result, ...] = ()
 
 
 Of = TypeVar("Of")
 Runtime = Annotated[Of, Affects()]  # how it runs: it changes no result
-Measured = Annotated[Of, Affects(("figures",))]
-Calibration = Annotated[Of, Affects(("answers", "figures"))]
+Measured = Annotated[Of, Affects(("figures",))]  # it changes figures alone
 
 
 class Section(BaseModel):

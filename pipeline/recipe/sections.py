@@ -5,7 +5,7 @@ Imports no torch: a typo is refused at once.
 
 import math
 from itertools import product
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import regex
 from pydantic import AfterValidator, Field, model_validator
@@ -14,13 +14,13 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.section import (
     Affects,
     AutoDtype,
-    Calibration,
     Dtype,
     Folder,
     Fraction,
     Gpus,
     Measured,
     Name,
+    Of,
     Positive,
     Processes,
     Runtime,
@@ -32,8 +32,7 @@ from pipeline.lm.config import TargetConfig
 from pipeline.recipe.license import Language, License
 
 HELDOUT = "heldout"
-Of = TypeVar("Of")
-Cut = Annotated[Of, Affects(("dump", "figures"))]  # what becomes of dialogues, whoever answers in them
+Cut = Annotated[Of, Affects(("dump", "figures"))]  # how dialogues are cut and split, whoever answers in them
 Job = Annotated[Of, Affects(("regenerated",))]  # of preprocess/regenerate.py alone
 
 
@@ -65,7 +64,7 @@ class DataConfig(Section):
     # Held-out dialogues whose first turn may be an evaluation prompt, or the tuner's.
     heldout_prompts: Cut[Positive] = 100
     # More of them: the target's answers tell training its tau.
-    calibration_prompts: Calibration[Annotated[int, Field(ge=0)]] = 16
+    calibration_prompts: Measured[Annotated[int, Field(ge=0)]] = 16
 
     @model_validator(mode="after")
     def _sound(self):
@@ -88,7 +87,7 @@ class FeaturesConfig(Section):
     stored_dtype: Dtype | Literal["float8_e4m3fn"] | None = None
     # Decoder layers (from 1) whose outputs are stored, too; default: those that the drafts want.
     auxiliary_layers: list[Positive] | None = None
-    answer_tokens: Calibration[Positive] = 64  # at most, of the target's answer to a calibration prompt
+    answer_tokens: Measured[Positive] = 64  # at most, of the target's answer to a calibration prompt
     rows_per_shard: Positive = 256  # dialogues of one file
     batch_tokens: Runtime[Positive] = 8192  # padded tokens of one forward
     workers: Runtime[Processes] = 1  # Ray actors that compute states, each with the target

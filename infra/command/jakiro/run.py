@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jakiro
-from jakiro import manifests
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, python_path
 from pipeline.recipe.load import add_recipe_arguments, load_recipe, override_arguments
@@ -137,6 +136,8 @@ def main() -> None:
     if given.on is None:
         jakiro.begin("run here", [given.recipe, *override_arguments(given.overrides), "--until", given.until])
         return
+    from jakiro import manifests  # a command, too: runpy warns where it was imported before it runs
+
     manifests.say_paths(load_recipe(given.recipe, given.overrides))
     for together in jobs_on(given.on, given):
         follow(together)
