@@ -107,6 +107,7 @@ def filled(weights, place, value):
 
 
 UP, UP_1 = "midlayer.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight"
+QUERY_BIAS = "layers.0.self_attn.q_proj.bias"
 EXPERT = "layers.0.mlp_moe.experts.0.fc1.weight"
 SMALL = {"kind": "jakiro", "vocabulary": 64}  # whose head is the target's
 
@@ -115,6 +116,8 @@ SMALL = {"kind": "jakiro", "vocabulary": 64}  # whose head is the target's
     ("settings", "change", "complaint"),
     [
         (REDUCED, lambda w: {"t2d": w["t2d"].roll(1)}, "t2d names 64 tokens, but d2t 64 others"),
+        (REDUCED, lambda w: {"t2d": WHOLE["t2d"]}, "t2d names 260 tokens, but d2t 64 others"),
+        (REDUCED, lambda w: filled(w, 1, 4), "t2d names 64 tokens, but d2t 64 others"),
         (REDUCED, lambda w: {"d2t": None}, "t2d names 64 tokens, but there is no d2t"),
         (EAGLE_3, lambda w: {"t2d": torch.tensor(True)}, "t2d names 1 tokens, but there is no d2t"),
         (REDUCED, lambda w: filled(w, 1, -1), "d2t leads to token 0 more than once"),
@@ -124,6 +127,8 @@ SMALL = {"kind": "jakiro", "vocabulary": 64}  # whose head is the target's
         (REDUCED, lambda w: {"draft_token_ids": torch.arange(256, 0, -4)}, "ids leads to token 256 and then to 252"),
         (EAGLE_3, lambda w: {"layers.0.mlp.up_proj.weight": 2 * w[UP]}, rf"are both {UP}, and differ"),
         ({"kind": "jakiro"}, lambda w: {EXPERT: torch.ones(48, 32)}, "no place for .*experts.0.fc1.weight"),
+        (EAGLE, lambda w: {"fc.bias": torch.ones(32)}, "no place for fc.bias"),
+        (EAGLE, lambda w: {QUERY_BIAS: torch.ones(32)}, f"no place for {QUERY_BIAS}"),
         (EAGLE, lambda w: {"other": w[UP_1], UP_1: None}, f"no place for other; {UP_1} missing"),
         (EAGLE, lambda w: {"model.embed_tokens.weight": torch.randn(260, 32)}, r"model.embed_tokens.weight is not the"),
         (SMALL, lambda w: {"lm_head.weight": torch.randn(64, 32)}, "lm_head.weight is not the target's head"),

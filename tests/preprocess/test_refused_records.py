@@ -49,7 +49,9 @@ RECORDS = {
     "an output that is an object": ({"instruction": "why?", "output": {"a": 1}}, "malformed"),
     "a list under text": ({"text": ["x"]}, "malformed"),
     "tokens without a mask": ({"input_ids": [1, 2]}, "malformed"),  # nobody says what is the assistant's
+    "a message without its content": ({"messages": [{"role": "user"}]}, "malformed"),
     "an unknown role": (record(Q, ("critic", "x"), A), "unknown_role"),
+    "an unknown role in capitals": (record(("Critic", "hi"), A), "unknown_role"),
     "a tool's result without a call": (record(Q, ("tool", "x"), A), "stray_tool_result"),
     "half an emoji in a turn": (record(("human", "half an emoji: \ud83d"), A), "not_unicode"),
     "half an emoji in a text": ({"text": "\ud83d"}, "not_unicode"),
@@ -58,6 +60,7 @@ RECORDS = {
     "half an emoji in thinking": (answered(thinking="\ud83d"), "not_unicode"),
     "half an emoji in reasoning": (answered(reasoning="\ud83d"), "not_unicode"),
     "an image among the parts": (answered(content=[{"type": "image"}]), "not_text"),
+    "an image's address": (answered(content=[{"type": "image_url", "image_url": "x"}]), "not_text"),
     "a part of thoughts that are a number": (answered(content=[{"type": "thinking", "thinking": 3}]), "not_text"),
     "a part that uses a tool": (answered(content=[{"type": "tool_use", "text": "x"}]), "not_text"),
     "a part that is empty": (answered(content=[{}]), "not_text"),
