@@ -450,6 +450,7 @@ ODD = rf"{MANIFEST}: '.*' .* is not one that a dump writes, or is there twice\. 
         (lambda folder: (folder / MANIFEST).unlink(), "no features were dumped here. Run: jakiro dump RECIPE"),
         (wrote("{"), MANIFEST),
         (wrote("[]"), MANIFEST),
+        (wrote("null"), MANIFEST),
         (wrote("{}"), f"{MANIFEST} has no "),
         (slip, rf"{MANIFEST} was changed or damaged after it was written.*remove it and dump again"),
         (sealed(lambda raw: raw.update(complete=False)), "the dump is not finished. Run it again"),
@@ -467,6 +468,7 @@ ODD = rf"{MANIFEST}: '.*' .* is not one that a dump writes, or is there twice\. 
         # a file that is there twice, or elsewhere
         (sealed(lambda raw: raw["shards"].append(raw["shards"][0])), ODD),
         (of_shard(name="../../evil.arrow"), ODD),
+        (of_shard(name="/tmp/evil"), ODD),
         (of_shard(name="features-train-000001.arrow"), ODD),
         (of_shard(split="validation"), ODD),
         (of_shard(split="../train", name="features-../train-000000.arrow"), ODD),
