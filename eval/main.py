@@ -71,7 +71,7 @@ def settings_of(recipe: Recipe) -> dict:
     """What figures depend on beside hardware, prompts and methods."""
     config = recipe.eval
     kernels = {"dtype": config.dtype, "packed": config.pack_linears, "compiled": config.compile}
-    sampling = {"top_k": config.top_k, "top_p": config.top_p, "repetition_penalty": config.repetition_penalty}
+    sampling = {"top_k": config.top_k, "top_p": config.top_p}
     return kernels | sampling | {"max_new_tokens": config.max_new_tokens, "workers": config.workers}
 
 

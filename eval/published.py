@@ -86,7 +86,7 @@ def _tree(folder: Path, repository: str, revision: str, model: str | None) -> tu
         "target": target.model_dump(mode="json"),
         "data": {"source": NOT_DUMPED},
         "draft": {name: config.to_json() for name, config in drafts.items()},
-        "published": {method.draft: {"repository": repository, "revision": revision}},
+        "published": {method.draft: f"{repository}@{revision}"},
         "eval": settings,
         "publish": released.publish.model_dump() | {"draft": method.draft},
     }
@@ -99,24 +99,24 @@ def propose(recipe: Recipe, release: Path) -> str:
     """Opens a pull request in the repository of the measured draft, unless it is open: the rows of this machine beside
     those that are there, and a section of its card. Its address, in words. Raises PipelineError.
     """
-    given = recipe.published[recipe.publish.draft]
+    repository, _, revision = recipe.published[recipe.publish.draft].partition("@")
     rows = measured_rows(recipe.eval_dir, read_report(recipe.eval_dir / REPORT))
     title = f"Figures of {rows[0].origin['hardware']}"
     again = f"The figures stay in {release}: run the same command again, it measures nothing twice"
-    there = Repository(given.repository, "model", again)
-    folder = fetched(given.repository, given.revision, [CARD, ROWS])
+    there = Repository(repository, "model", again)
+    folder = fetched(repository, revision, [CARD, ROWS])
     card = (folder / CARD).read_bytes() if (folder / CARD).is_file() else b""
     new = [row for row in read_rows(release) if "by" not in row.origin]
     replaced = set(map(measurement, new))
-    others = [row for row in rows_of_release(folder, given.repository) if measurement(row) not in replaced]
+    others = [row for row in rows_of_release(folder, repository) if measurement(row) not in replaced]
     table = sealed_lines(map(asdict, [*others, *new]))
     mine = "\n".join(by_origin([row for row in rows if row.origin.get("draft") == recipe.publish.draft])).encode()
     if mine in card:
-        return f"{given.repository} has these figures already"
+        return f"{repository} has these figures already"
     if address := there.open_pull_request(title):
         return f"a pull request is open: {address}"
     found = BEFORE.search(card)
     at = found.start() if found else len(card)
     gap = b"" if found or not card else b"\n\n"
     files: dict[str, Path | bytes] = {ROWS: table.encode(), CARD: card[:at] + gap + mine + b"\n" + card[at:]}
-    return f"pull request: {there.commit(title, files, proposed_to=given.revision).pr_url}"
+    return f"pull request: {there.commit(title, files, proposed_to=revision).pr_url}"

@@ -181,7 +181,7 @@ def time_rounds(
 ) -> Rounds:
     """Medians over answers: the machine's own speed drifts, so each is compared with plain decoding's beside it."""
     config = recipe.eval
-    short = {"max_new_tokens": min(config.max_new_tokens, TOKENS), "warmups": 1, "gate_rounds": 1}
+    short = {"max_new_tokens": min(config.max_new_tokens, TOKENS)}
     brief = recipe.model_copy(update={"eval": config.model_copy(update=short)})
     prompts = list(dict.fromkeys(task.prompt for task in tasks))[:PROMPTS]
     few = [task for task in tasks if task.prompt in prompts]
@@ -279,8 +279,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.max_nodes < 2 or arguments.depth < 1 or arguments.prompts < 1:
         parser.error("--max-nodes must be at least 2, --depth and --prompts at least 1")
-    once = ["eval.repeats=1", "eval.sampled_repeats=1"]
-    recipe = load_recipe(arguments.recipe, [*arguments.overrides, *once], begin=True)
+    recipe = load_recipe(arguments.recipe, [*arguments.overrides, "eval.repeats=1"], begin=True)
     names = [arguments.method] if arguments.method else recipe.tunable
     if unknown := set(names) - set(recipe.tunable):
         parser.error(f"--method {unknown.pop()}: the recipe has {', '.join(recipe.tunable)}")

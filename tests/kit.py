@@ -123,9 +123,7 @@ def recipe_tree(target: Path, source: Path, output: Path) -> dict:
             "benchmarks": {"heldout": {"source": "heldout", "prompts": 2}},
             "max_new_tokens": 8,
             "repeats": 1,
-            "warmups": 1,
             "dtype": "float32",
-            "gate_rounds": 2,
         },
         "publish": {"draft": "jakiro", "license": "apache-2.0"},
     }

@@ -150,8 +150,8 @@ POISON: dict[str, dict[str, Any]] = {  # by section: what a stranger may like to
         **{"device": "cuda", "chat_template": "/etc/passwd", "tensor_parallel": 64},
     },
     "eval": {
-        **{"workers": 4096, "gpus_per_worker": 8, "hang_seconds": 10**9, "gate_rounds": 1, "warmups": 10**9},
-        **{"contexts": [10**9], "methods": {"x": {"draft": "jakiro", "secondary": ["y"]}}, "tree": {"depth": 10**9}},
+        **{"workers": 4096, "gpus_per_worker": 8, "hang_seconds": 10**9},
+        **{"methods": {"x": {"draft": "jakiro", "secondary": ["y"]}}, "tree": {"depth": 10**9}},
     },
     "data": {"source": "/etc/passwd", "group": "(a+)+$"},
     "features": {"store": "s3://evil", "workers": 4096, "keep": "window"},
@@ -161,7 +161,7 @@ POISON: dict[str, dict[str, Any]] = {  # by section: what a stranger may like to
         "x": {"kind": "small-model", "model": "evil/lm", "trust_remote_code": True},
         "y": {"kind": "prompt-lookup", "corpus": "/etc/passwd"},
     },
-    "published": {"jakiro": {"repository": "evil/draft", "revision": "b" * 40}},
+    "published": {"jakiro": f"evil/draft@{'b' * 40}"},
 }
 
 
@@ -242,7 +242,7 @@ def test_a_releases_target_is_no_path(release, publish, model):
         {"kind": "medusa", "heads": 1000, "blocks": 1000},
         {"kind": "jakiro", "experts": 1000, "experts_per_token": 2},
         {"kind": "dflash", "layers": 1000},
-        {"kind": "gumiho", "mlps": 1000, "blocks": 1000},
+        {"kind": "p-eagle", "layers": 1000},
     ],
 )
 def test_settings_of_more_modules_than_the_file_has_tensors_take_no_time(release, tiny_target, draft, monkeypatch):
@@ -319,7 +319,7 @@ def test_a_start_of_somebody_else_gives_weights_and_nothing_else(release, tiny_t
 
 def rows_of(weights: str, **origin: Any) -> list[Row]:
     settings = {"dtype": "float32", "packed": False, "compiled": False, "top_k": None, "top_p": 1.0}
-    settings |= {"repetition_penalty": 1.0, "max_new_tokens": 9, "workers": 1}
+    settings |= {"max_new_tokens": 9, "workers": 1}
     known = {"hardware": "a GPU", "code_revision": "0" * 12, "settings": settings, "weights_sha256": weights}
     known |= {"tree": TreeConfig(depth=2, top_k=2, nodes=5).to_json()} | origin
     where = {"benchmark": "b", "temperature": 0.0, "origin": known}
@@ -341,7 +341,7 @@ def fetched(release, publish, tiny_target, tmp_path) -> Callable[[list[Row]], tu
         shutil.rmtree(constants.HF_HUB_CACHE, ignore_errors=True)
         tree = recipe_tree(tiny_target, tmp_path / "data.json", tmp_path / "mine")
         tree["draft"] = {"jakiro": tree["draft"]["jakiro"]}
-        tree["published"] = {"jakiro": {"repository": ADDRESS, "revision": HEAD}}
+        tree["published"] = {"jakiro": f"{ADDRESS}@{HEAD}"}
         recipe, said = Recipe.model_validate(tree), list[str]()
         fetch(recipe, said.append)
         return read_rows(recipe.draft_dir("jakiro")), said[1:]

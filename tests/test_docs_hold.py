@@ -16,10 +16,9 @@ from pydantic import BaseModel
 
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import DEFAULTS
-from pipeline.decoding.method import Method
 from pipeline.drafts import DRAFTS
 from pipeline.drafts.eagle3 import Eagle3Config
-from pipeline.drafts.lookup.prompt_lookup import PromptLookupConfig
+from pipeline.drafts.lookup.suffixes import LONGEST
 from pipeline.features.schema import VERSION
 from pipeline.lm.config import TargetConfig
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
@@ -206,10 +205,8 @@ def test_each_folder_of_the_code_is_listed():
             r"tree = \{ (depth = .*?) \} +# dynamic",
             ", ".join(f"{k} = {v}" for k, v in DEFAULTS.items()),
         ),
-        ("docs/trees.md", r"\(`agreement = \"(\w+)\"`, the default\)", Method().agreement),
-        ("docs/trees.md", r"The longest run of at most (\d+) tokens", PromptLookupConfig().longest),
+        ("docs/trees.md", r"The longest run of at most (\d+) tokens", LONGEST),
         ("docs/training.md", r"ttt_steps = (\d+)", Eagle3Config().ttt_steps),
-        ("docs/training.md", r"decay = ([\d.]+)", Eagle3Config().decay),
         ("docs/training.md", r"global_batch = (\d+)", TrainConfig().global_batch),
         ("docs/training.md", r"micro_batch = (\d+)", TrainConfig().micro_batch),
         ("docs/feature-shards.md", r"Feature shards, version (\d+)", VERSION),

@@ -200,13 +200,13 @@ def test_a_full_disk_is_not_told_to_store_what_it_stores_already():
 
 
 def test_answers_of_all_methods_temperatures_and_turns(tiny_recipe, tmp_path):
-    """Two drafts and plain decoding; 3 greedy and 2 sampled repeats at each of two temperatures; 2 + 3 questions."""
+    """Two drafts and plain decoding; 3 repeats at each of three temperatures; 2 + 3 questions."""
     path = tmp_path / "two-turns.jsonl"
     lines = [{"question_id": n, "category": "x", "turns": ["a"] * (1 + n)} for n in range(2)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     benchmarks = {"heldout": BenchmarkConfig(source="heldout", prompts=2), "mine": BenchmarkConfig(source=str(path))}
-    changes = {"temperatures": [0.0, 0.7, 1.0], "repeats": 3, "sampled_repeats": 2, "benchmarks": benchmarks}
-    assert answers(changed(tiny_recipe, "eval", **changes)) == (2 + 3) * (3 + 2 + 2) * 3
+    changes = {"temperatures": [0.0, 0.7, 1.0], "repeats": 3, "benchmarks": benchmarks}
+    assert answers(changed(tiny_recipe, "eval", **changes)) == (2 + 3) * (3 + 3 + 3) * 3
 
 
 def test_ranks_are_the_recipes_else_one_for_each_of_its_gpus_or_of_the_machines():

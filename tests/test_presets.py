@@ -35,7 +35,6 @@ TRAIN = {
     "skipper": (1, 16, 2, 1, 0.001, (0.9, 0.95), 0.001, 10, "cosine", 0.5, 0),
     "small-llama": (10, 16, 2, 1, 0.0005, (0.9, 0.95), 0.001, 2000, "cosine", 0.5, 0),
 }
-MORE = {"eagle-1": {"noise_scaling": "legacy", "mask": "legacy"}}
 FOUR_DEEP = {"depth": 4, "top_k": 10, "nodes": 64}
 TREES = {
     "eagle-1": {"paths": "eagle-1"},
@@ -54,13 +53,13 @@ DRAFT = {  # for a Llama 3 of 8B
     "gumiho": {"kind": "gumiho", "regression_steps": 8500},
     "medusa": {"kind": "medusa"},
     "hydra": {"kind": "hydra"},
-    "hydra-plain": {"kind": "hydra", "prefix": False, "blocks": 1, "objective": "hard-ce", "decay": 0.8},
+    "hydra-plain": {"kind": "hydra", "prefix": False, "blocks": 1, "objective": "hard-ce"},
     "dflash": {"kind": "dflash"},
     "p-eagle": {"kind": "p-eagle", "vocabulary": 32000},
     "skipper": {"kind": "skipper", "sparsity": 0.2},
     "small-llama": {
         **{"kind": "small-llama", "vocabulary": 32000, "layers": 4, "width": 1024},
-        **{"attention_heads": 16, "mlp_width": 2816},
+        "mlp_width": 2816,
     },
 }
 DIALOGUES = {"skipper": 2_000}  # of other drafts 68,000
@@ -85,7 +84,7 @@ OF_TARGETS = {
 
 
 def trained(name: str) -> dict:
-    return dict(zip(KEYS, TRAIN[name], strict=True)) | MORE.get(name, {})
+    return dict(zip(KEYS, TRAIN[name], strict=True))
 
 
 def written(name: str, folder) -> Recipe:

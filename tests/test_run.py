@@ -40,7 +40,7 @@ from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.decoding.sources import Sources
 from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import Target, fingerprint, identify
-from pipeline.recipe.load import load_recipe
+from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.running.stages import eval_state, features_state, run, stages, status
 from preprocess.dump.driver import dump
 from tests.hub import Hub, reach
@@ -642,7 +642,8 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsy
 
 def test_tau_by_context_length_is_measured_drawn_and_stated(copied):
     recipe, run = copied
-    call(evaluate, str(recipe), "--set", f"output={run}", "--set", "eval.contexts=[200, 280]")
+    lengths = [f"eval.benchmarks.heldout-{n}={{source='heldout:{n}', prompts=2}}" for n in (200, 280)]
+    call(evaluate, str(recipe), *override_arguments([f"output={run}", *lengths]))
     found, card = decoded(run), (run / "release/README.md").read_text()
     assert {place[0] for place in found} == {"heldout", "heldout-200", "heldout-280"}
     stated = (f"{found[f'heldout-{n}', 0.0, 'jakiro']['tau'].value:.2f} at {n}" for n in (200, 280))
@@ -681,7 +682,7 @@ def test_a_draft_with_prompt_lookup_beside_it_is_tuned_measured_and_released(cop
     sampling, prompt = Sampling(20, frozenset()), prompt_of(1) * 2
     assert speculative(target, method, prompt, sampling).tokens == plain(target, prompt, sampling).tokens
 
-    for other in ('eval.methods.both.agreement="max"', "eval.temperatures=[0.0]", "eval.top_p=0.9"):
+    for other in ("eval.temperatures=[0.0]", "eval.top_p=0.9"):
         with pytest.raises(PipelineError, match="both was tuned for other weights or settings"):
             methods_of(load_recipe(recipe, [*sets, other]))
     change_sealed(run / "eval/tuned.json", lambda raw: raw["both"].pop("for"))  # as an older version wrote it

@@ -90,7 +90,7 @@ def recipe(three, tiny_target, store) -> Path:
     tree["features"] |= {"workers": 2, "cpus_per_worker": 2, "hang_seconds": 60}
     tree["features"]["store"] = store
     tree["train"] |= {"epochs": 1, "ranks": 2, "micro_batch": 2, "checkpoint_every": 50}
-    tree["train"] |= {"shards": "/local/shards", "resume": f"{there}/resume"}
+    tree["train"] |= {"shards": "/local/shards"}
     return write_recipe(tree, shared / "tiny.toml")
 
 
@@ -132,7 +132,7 @@ def alone(three, recipe) -> Path:
     """The folder of a run by one of the hosts, without a store: a dump, and a training of two ranks."""
     tree = json.loads(recipe.read_text())
     tree["output"], tree["features"]["store"] = f"{hosts.SHARED}/alone", None
-    tree["train"] |= {"shards": None, "resume": None}
+    tree["train"] |= {"shards": None}
     mine = here(write_recipe(tree, recipe.with_name("alone.toml")))
     for command in ([*JAKIRO, "dump", mine], [*JAKIRO, "train", mine]):
         done = three[0].run(*command, **settings())
@@ -158,7 +158,7 @@ def test_training_across_two_hosts_goes_on_after_one_has_died(three, recipe, alo
     launch = [str(BIN / "deepspeed"), "--hostfile", f"{hosts.SHARED}/hostfile", "--master_addr", a.address]
     launch += [str(ROOT / "train/main.py"), here(recipe)]
     environment = settings(DS_ENV_FILE="/root/.ssh/deepspeed_env")
-    log, resume = a.folder / "train.log", a.shared / "resume"
+    log, resume = a.folder / "train.log", a.shared / "run/drafts"
     process = a.start_command(log, *launch, **environment)
     wait_until(lambda: process.poll() is not None or any(resume.rglob("resume.json")))
     assert process.poll() is None, log.read_text()

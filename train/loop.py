@@ -73,8 +73,6 @@ def _train(
         by_rank_0(lambda: held.enter_context(exclusive(recipe.draft_dir(name), "training")))
         if by_rank_0(lambda: _is_trained(recipe, name)):
             return f"{name}: trained already, in {recipe.draft_dir(name)}"
-        if recipe.train.resume:
-            by_rank_0(lambda: held.enter_context(exclusive(recipe.resume_dir(name), "training", beside=True)))
         return (yield from _to_checkpoint(recipe, name, embed_head, features, rank, ranks))
 
 
@@ -85,8 +83,7 @@ def _is_trained(recipe: Recipe, name: str) -> bool:
     checkpoint.require_trained_under(recipe, name)
     folder = recipe.draft_dir(name)
     if checkpoint.lacks_plot(folder):  # it was killed behind its checkpoint
-        if not recipe.train.resume:  # a shared folder may hold another run's state by now
-            shutil.rmtree(recipe.resume_dir(name), ignore_errors=True)
+        shutil.rmtree(recipe.resume_dir(name), ignore_errors=True)
         draw_training({name: folder / METRICS}, folder / checkpoint.PLOT)
     return True
 
@@ -96,9 +93,7 @@ def _to_checkpoint(
 ) -> Generator[int, None, str]:
     folder, state = recipe.draft_dir(name), recipe.resume_dir(name)
     require_tracker(recipe)
-    require_shared(state if recipe.train.resume else folder)
-    if recipe.features.keep == "window":  # the run's folder says which shards are there
-        require_shared(folder)
+    require_shared(folder)
     by_rank_0(lambda: begin_resume_states(recipe, name))
     store, heldout, answers = features()
     with fail_together():
@@ -107,7 +102,7 @@ def _to_checkpoint(
     if rank == 0 and start and start.facts["tokens_kept"] < start.facts["tokens"]:
         log.warning("%s begins with %s: the others' rows begin anew", name, start)
     parameters = parameter_count(draft)  # before ZeRO-3 takes the tensors apart
-    objective = objective_of(draft.config, recipe.train.mask)
+    objective = objective_of(draft.config)
     batches = Batches(store, recipe.train, objective, draft.needs, recipe.seed, rank, ranks)
     engine = Engine(
         draft,
@@ -167,7 +162,6 @@ class Done:
 
     trained_tokens: int = 0
     seconds: float = 0.0  # of the steps, without validations
-    left_out: int = 0  # turns whose micro-batches were not finite
     validation: dict[str, float] = field(default_factory=dict)  # the last one
     best: dict[str, Any] | None = None  # tau, step, trained tokens, seconds and validation of the best weights
     stale: int = 0  # validations since these
@@ -187,7 +181,7 @@ class _Run:
     ):
         self._recipe, self._config, self._folder = recipe, recipe.train, recipe.draft_dir(name)
         self._engine, self._draft, self._batches = engine, draft, batches
-        self._objective = objective_of(draft.config, recipe.train.mask)
+        self._objective = objective_of(draft.config)
         self._name, self._tree = name, recipe.tree(name)
         self._store, self._heldout, self._answers = features
         self._done = Done(**engine.progress)
@@ -242,10 +236,9 @@ class _Run:
         values, step = self._averages(sums), self._engine.step
         main = self._terms[0].name
         self._done.trained_tokens += int(sums[main]["positions"])
-        if self._engine.left_out:
-            self._done.left_out += self._engine.turns_left_out
-            self._write("left_out", {"what": self._engine.left_out})
-        if sums[main]["positions"]:  # else all of the step was left out: there is no loss to speak of
+        if self._engine.overflowed:
+            self._write("left_out", {"what": ["the whole step: a gradient overflowed float16; its scale is lowered"]})
+        if sums[main]["positions"]:  # else no row of the step has an answer: there is no loss to speak of
             self._write("train", {**values, "learning_rate": rate, "trained_tokens": self._done.trained_tokens})
         validated = step == self._batches.order.steps or step % self._config.validate_every == 0
         if validated:
@@ -385,8 +378,7 @@ class _Run:
             "seconds": round(kept["seconds"], 1),
             "validation": {key: round(value, 5) for key, value in kept["validation"].items()},
         }
-        facts |= {"cut_short": self.cut_short} if self.cut_short else {}
-        return facts | ({"left_out": self._done.left_out} if self._done.left_out else {})
+        return facts | ({"cut_short": self.cut_short} if self.cut_short else {})
 
     @property
     def cut_short(self) -> str | None:

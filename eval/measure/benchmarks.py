@@ -102,25 +102,24 @@ def find(name: str, source: str) -> Benchmark:
 def place(benchmark: Benchmark, config: BenchmarkConfig) -> dict[str, Any]:
     """Arguments of load_dataset: the Hub's data set, or what `path` names. A local copy may lie in a subset's folder.
 
-    Raises ValueError for a file of unknown form and for a revision on disk; what the Hub raises for one it has not.
+    Raises ValueError for a file of unknown form; what the Hub raises for a revision that it has not.
     """
     split, path = benchmark.split, config.path or benchmark.hub
     local = Path(path)
     if config.path and local.exists():
-        if config.revision:
-            raise ValueError(f"revision={config.revision!r} is for data sets of the Hub, this one is on disk")
         if local.is_dir():
             inner = local / (benchmark.subset or "")
             return {"path": str(inner if inner.is_dir() else local), "split": split}
         if local.suffix not in FORMATS:
             raise ValueError(f"its name ends in {local.suffix!r}")
         return {"path": FORMATS[local.suffix], "data_files": {split: path}, "split": split}
-    if config.revision:  # with the Hub out of reach, load_dataset would take a copy of any revision from its cache
-        dataset_info(path, revision=config.revision)
-    subset = benchmark.subset
-    if config.path and subset and subset not in get_dataset_config_names(path, revision=config.revision):
+    path, _, pinned = path.partition("@")
+    revision, subset = pinned or None, benchmark.subset
+    if revision:  # with the Hub out of reach, load_dataset would take a copy of any revision from its cache
+        dataset_info(path, revision=revision)
+    if path != benchmark.hub and subset and subset not in get_dataset_config_names(path, revision=revision):
         subset = None  # another data set may hold nothing else
-    return {"path": path, "name": subset, "split": split, "revision": config.revision}
+    return {"path": path, "name": subset, "split": split, "revision": revision}
 
 
 def item(benchmark: Benchmark, row: dict[str, Any], index: int) -> dict:

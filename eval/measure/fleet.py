@@ -44,8 +44,8 @@ class Attempts:
         if self._lost[task.name] == ATTEMPTS:
             raise PipelineError(
                 f"{task.title}: {ATTEMPTS} workers were lost, the last one because: {loss.why} Finished prompts are "
-                "kept: look at the nodes (memory, GPUs), raise eval.hang_seconds where it takes longer, and run the "
-                "command again"
+                "kept: look at the nodes (memory, GPUs), raise features.hang_seconds where it takes longer, and run "
+                "the command again"
             )
         return task
 
@@ -59,7 +59,7 @@ def crew_of(recipe: Recipe, tasks: int) -> Crew:
         cpus=1,
         gpus=config.gpus_per_worker,
         device=recipe.target.device,
-        hang_seconds=config.hang_seconds,
+        hang_seconds=recipe.features.hang_seconds,
         tasks_each=1,
         all_at_once=True,  # how many share a machine is part of what is measured
     )

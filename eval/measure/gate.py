@@ -27,6 +27,7 @@ from pipeline.lm.verifier import rounding
 UNLIKELY = 1e-4  # p-value below which drawn answers are not plain decoding's
 # a tree's logits may differ from the uncached forward's by so many times plain decoding's own largest difference
 DRIFT = 2.0
+LOOKED_AT = 2  # rounds of each prompt and method: at T > 0, in half precision always
 ROWS = 32  # of plain decoding's answer, on which its own drift is measured: more than the rounds looked at have
 
 
@@ -82,9 +83,8 @@ class Gate:
 class Gatekeeper:
     """Compares answers, and looks closely at rounds and at places where answers part; nothing of it is timed."""
 
-    def __init__(self, target: Target, methods: dict[str, LoadedMethod], rounds: int):
-        """`rounds`: of each prompt and method that are looked at closely."""
-        self._target, self._methods, self._rounds = target, methods, rounds
+    def __init__(self, target: Target, methods: dict[str, LoadedMethod]):
+        self._target, self._methods = target, methods
         self._rows = lru_cache(maxsize=4)(self._measure_rows)  # of one answer for all methods
         self._continued = lru_cache(maxsize=1)(self._continue)
 
@@ -206,7 +206,7 @@ class Gatekeeper:
         tokens, how far plain decoding's are along its own answer (and on behind its end, so that `ROWS` rows tell).
         `plainly`: plain decoding's answer; `begun`: the prompt's own forward, where there is one.
         """
-        until = gate.rounds + self._rounds
+        until = gate.rounds + LOOKED_AT
         answer = plainly if len(plainly) >= ROWS else self._continued(tuple(ids), sampling)
         rows = self._rows(tuple(ids), tuple(answer[:ROWS]), 0)
         gate.plain_drift = max(gate.plain_drift, rows.drift)
@@ -218,7 +218,7 @@ class Gatekeeper:
         def enough(new: list[int]) -> int | None:
             return len(new) if gate.rounds >= until else None
 
-        few = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, 8 * self._rounds))
+        few = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, 8 * LOOKED_AT))
         speculative(self._target, self._methods[method], ids, few, observe, prefilled=begun, on_tokens=enough)
 
     def _examine(self, gate: Gate, tokens: list[int], tree: Tree, logits_NV: Tensor) -> None:

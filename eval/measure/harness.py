@@ -93,7 +93,7 @@ class Harness:
         self.with_histories = cache(self._with_histories)
         filled = f", single rows filled up to {target.filled}" if target.filled > 1 else ""
         self._hardware = hardware(recipe.target.device) + filled
-        self._gatekeeper = Gatekeeper(target, methods, recipe.eval.gate_rounds)
+        self._gatekeeper = Gatekeeper(target, methods)
 
     def decode(self, task: EvalTask, on_progress: Callable[[], None] = lambda: None) -> Outcome:
         """All of a task's answers, and what the gate says of them; `on_progress` is called after each answer, also of
@@ -109,18 +109,13 @@ class Harness:
             self._decode_turn(task, turn, ids, outcome, on_progress)
         return outcome
 
-    @property
-    def repeats(self) -> dict[bool, int]:
-        """By whether the temperature is above 0."""
-        return {False: self._config.repeats, True: self._config.sampled_repeats}
-
     # -- decoding ------------------------------------------------------------------------------------------------
 
     def sampling(self, temperature: float, key: str) -> Sampling:
         config = self._config
         seed = zlib.crc32(f"{self._recipe.seed} {key}".encode())
-        stops, penalty = frozenset(self.target.stop_ids()), config.repetition_penalty
-        return Sampling(config.max_new_tokens, stops, temperature, config.top_k, config.top_p, penalty, seed)
+        stops = frozenset(self.target.stop_ids())
+        return Sampling(config.max_new_tokens, stops, temperature, config.top_k, config.top_p, seed=seed)
 
     def sampling_of(self, task: EvalTask, turn: int, repeat: int) -> Sampling:
         """The same for every method."""
@@ -139,7 +134,7 @@ class Harness:
         """Of each turn and repeat."""
         for turn, ids in enumerate(self.with_histories(task.prompt) or []):
             answer: list[int] = []
-            for repeat in range(self.repeats[task.temperature > 0]):
+            for repeat in range(self._config.repeats):
                 if task.temperature > 0 or not repeat:  # greedy ones do not differ
                     answer = plain(self.target, ids, self.sampling_of(task, turn, repeat)).tokens
                 if len(answer) > 1:  # the first token is the prompt's pass: none is left to draft
@@ -179,10 +174,9 @@ class Harness:
         if shape in self._warm:
             return
         self._warm.add(shape)
-        for _ in range(self._config.warmups):
-            for method in (PLAIN, *self.methods):
-                self._one(method, ids, self.sampling(0.0, "warm-up"))
-                on_progress()
+        for method in (PLAIN, *self.methods):
+            self._one(method, ids, self.sampling(0.0, "warm-up"))
+            on_progress()
 
     def _with_histories(self, prompt: Prompt) -> list[list[int]] | None:
         """Token ids of each turn's prompt, earlier turns answered by plain greedy decoding; None when one is too
@@ -207,7 +201,7 @@ class Harness:
         methods, place = [PLAIN, *self.methods], (task.benchmark, task.prompt.question_id, turn, task.temperature)
         repeats: list[tuple[Sampling, dict[str, list[int]]]] = []
         shift = zlib.crc32(f"{place}".encode())  # each turn and each repeat starts with another method
-        for repeat in range(self.repeats[task.temperature > 0]):
+        for repeat in range(self._config.repeats):
             sampling, found = self.sampling_of(task, turn, repeat), {}
             for number in range(len(methods)):
                 method = methods[(shift + number + repeat) % len(methods)]

@@ -93,7 +93,7 @@ def _filled(
     if tokens + most > positions:
         raise PipelineError(
             f"benchmark {name}: {tokens} tokens and eval.max_new_tokens={most} exceed the target's {positions} "
-            "positions: measure shorter contexts (eval.contexts)"
+            "positions: measure a shorter context"
         )
     tokenizer = load_tokenizer(recipe.target)
 

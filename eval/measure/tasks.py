@@ -33,7 +33,7 @@ from pipeline.recipe.recipe import Recipe, digest
 
 RECORDS = "records.jsonl"
 # The recipe's keys of what a tuned tree depends on (`tuned_for`).
-KEYS = {"temperatures": "eval.temperatures", "processing": "eval.(top_k, top_p, repetition_penalty)"}
+KEYS = {"temperatures": "eval.temperatures", "processing": "eval.(top_k, top_p)"}
 KEYS |= {"kernels": "eval.(dtype, pack_linears, compile)", "settings": "draft", "method": "eval.methods"}
 Digests = dict[str, str | None]  # by draft (`digests_of`)
 
@@ -92,7 +92,7 @@ def tuned_for(recipe: Recipe, method: Method, digests: Digests) -> dict[str, Any
         "method": replace(method, tree=None).to_json(),
         "candidates": method.resolved_tree.candidates,
         "temperatures": config.temperatures,
-        "processing": [config.top_k, config.top_p, config.repetition_penalty],
+        "processing": [config.top_k, config.top_p],
         "kernels": [config.dtype, config.pack_linears, config.compile],
         "target": asdict(identify(recipe.target)),
     }

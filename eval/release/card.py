@@ -75,7 +75,7 @@ def card(
 
 def _head(recipe: Recipe, who: Facts, own: dict[report.Place, dict[str, Row]]) -> ModelCardData:
     return ModelCardData(
-        language=list(recipe.publish.language),
+        language=recipe.data.languages or ["en"],
         license=recipe.publish.license,
         library_name="jakiro",
         base_model=hub_name(recipe.target.model),
@@ -134,9 +134,6 @@ def _of_run(recipe: Recipe, measured: Facts, who: Facts) -> Facts:
         "packed": config.pack_linears,
         "max_new_tokens": config.max_new_tokens,
         "repeats": config.repeats,
-        "sampled_repeats": config.sampled_repeats,
-        "greedy": 0.0 in config.temperatures,
-        "sampled": any(temperature > 0 for temperature in config.temperatures),
         "settings": settings_said(recipe),
         "left_out": measured["prompts_left_out"],
         "samples": any(sample["method"] == method for sample in measured["samples"]),
@@ -161,7 +158,6 @@ def settings_said(recipe: Recipe) -> str:
     """What else the answers and their speed depended on; empty where nothing was set."""
     config = recipe.eval
     words = {"top-k": config.top_k, "top-p": config.top_p if config.top_p < 1 else None}
-    words["repetition penalty"] = config.repetition_penalty if config.repetition_penalty != 1 else None
     words["workers, each with a target of its own:"] = config.workers if config.workers > 1 else None
     said = [f"{name} {value:g}" for name, value in words.items() if value is not None]
     return ", ".join([*said, *(["compiled, fixed shapes"] if config.compile else [])])

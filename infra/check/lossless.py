@@ -28,8 +28,8 @@ def lossless(given: Given) -> dict[str, Any]:
     """The harness's own gate on a small target: both dtypes, eager and compiled, at both temperatures."""
     folder = given.folder / "small"
     save_small_target(folder, given.shape.small)
-    sets = ["eval.temperatures=[0.0, 1.0]", f"eval.max_new_tokens={given.shape.answer}", "eval.warmups=1"]
-    sets += ["eval.repeats=1", "eval.sampled_repeats=1"]
+    sets = ["eval.temperatures=[0.0, 1.0]", f"eval.max_new_tokens={given.shape.answer}"]
+    sets += ["eval.repeats=1"]
     recipe = given.recipe_of(folder, *sets)
     taught: dict[str, dict[str, torch.Tensor]] = {}
     results = []

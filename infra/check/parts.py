@@ -147,7 +147,7 @@ def training(name: str, given: Given) -> dict[str, Any]:
         write_random_features(recipe, given.shape)
     store = FeatureStore(recipe.shards_dir, "train", feature_spec(recipe))
     draft = new_draft(recipe, name, load_embed_head(recipe.target), store)
-    objective = objective_of(draft.config, recipe.train.mask)
+    objective = objective_of(draft.config)
     batches = Batches(store, recipe.train, objective, draft.needs, recipe.seed, 0, 1)
     parts = batches.accumulation, batches.order.steps, given.folder / name, name
     engine = Engine(draft, objective.loss, recipe.train, *parts)

@@ -217,7 +217,7 @@ class Given:
         """The 8B recipe on another target, for one GPU; `sets` as on a command line."""
         own = [f"target.model={target}", f"target.device={device()}", f"output={self.folder / 'run'}"]
         own += [f"{key}={self.half}" for key in ("target.dtype", "eval.dtype", "train.dtype", "features.stored_dtype")]
-        own += ["features.workers=1", "train.ranks=1", "train.warmup_steps=0", "train.verify_checksums=false"]
+        own += ["features.workers=1", "train.ranks=1", "train.warmup_steps=0"]
         return load_recipe(RECIPE, [*own, "data.source=none", *self.shape.sets, *sets])
 
 

@@ -85,7 +85,7 @@ def training_speed(recipe: Recipe, name: str, length: int, seconds: float = 5) -
         )
         for number in range(config.micro_batch)
     ]
-    objective = objective_of(draft.config, config.mask)
+    objective = objective_of(draft.config)
     totals, auxiliary = dict.fromkeys(objective.groups, length), range(len(draft.needs.auxiliary))
     batch = collate(rows, objective, totals, auxiliary=auxiliary).to(device, dtype)
 

@@ -108,7 +108,6 @@ WITHIN = {
     "eval.tree": sections.TreeConfig,
     "eval.methods.NAME": sections.Method,
     "eval.benchmarks.NAME": sections.BenchmarkConfig,
-    "published.NAME": sections.PublishedConfig,
 }
 
 

@@ -160,7 +160,7 @@ def public_recipe(recipe: Recipe) -> dict[str, Any]:
     for name in recipe.draft:
         resolved["draft"][name] |= recipe.settings_of(name)
     resolved["target"]["template_keywords"] = recipe.target.template_keywords  # no paths, whatever they look like
-    resolved["train"] |= dict.fromkeys(("shards", "resume", "gpus"))  # places
+    resolved["train"] |= dict.fromkeys(("shards", "gpus"))  # places
     return resolved
 
 

@@ -30,15 +30,15 @@ def fetch(recipe: Recipe, say: Callable[[str], None] = print) -> None:
         if not (mine / checkpoint.CONFIG).exists():
             if (mine / checkpoint.METRICS).exists():
                 raise PipelineError(f"{mine} holds a training that was broken off: move it away, {name} is published")
-            given = recipe.published[name]
-            folder = download(given.repository, given.revision)
-            facts = {"repository": given.repository, "revision": given.revision}
+            repository, _, revision = recipe.published[name].partition("@")
+            folder = download(repository, revision)
+            facts = {"repository": repository, "revision": revision}
             note = ""
             if is_ours(folder):
                 note = adopt(folder, recipe, name, facts)
             else:
                 import_draft(folder, recipe, name, facts)
-            say(f"{name}: fetched from {given.repository}, revision {given.revision}")
+            say(f"{name}: fetched from {repository}, revision {revision}")
             if note:
                 say(f"{name}: {note}")
 

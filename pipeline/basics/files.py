@@ -66,13 +66,12 @@ def atomic_path(path: Path, private: bool = False) -> Iterator[Path]:
 
 
 @contextmanager
-def exclusive(folder: Path, work: str, beside: bool = False) -> Iterator[None]:
+def exclusive(folder: Path, work: str) -> Iterator[None]:
     """Makes the folder, holds it for one process and clears what another left half-written in it. Raises PipelineError
-    when another one has it. `beside`: the lock lies beside the folder, which may be removed while it is held (NFS keeps
-    open files).
+    when another one has it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder.with_name(f".{folder.name}.lock") if beside else folder / ".lock", timeout=0)
+    lock = FileLock(folder / ".lock", timeout=0)
     try:
         lock.acquire()
     except Timeout:

@@ -10,6 +10,9 @@ class Settings:
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "allow_inf_nan": False}
 
+    def __post_init__(self):
+        """What a class checks; those that it is made of, too, check theirs."""
+
     def at_least(self, least: float, *names: str) -> None:
         """Raises ValueError for a number below `least`; None is left alone."""
         for name in names:

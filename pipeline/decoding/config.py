@@ -8,7 +8,6 @@ from pipeline.basics.settings import Settings
 # EAGLE-1's tree: 25 nodes below the root, each written as the ranks on its path.
 EAGLE_1 = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
 
-Agreement = Literal["either", "max"]  # what a node is worth that several sources propose (sources.py: merge)
 DEFAULTS = {"depth": 6, "top_k": 10, "nodes": 60}  # of a dynamic tree
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pipeline.basics.settings import Settings
-from pipeline.decoding.config import Agreement, TreeConfig
+from pipeline.decoding.config import TreeConfig
 
 if TYPE_CHECKING:
     from pipeline.decoding.contract import Draft, Source, TreeSupport
@@ -20,7 +20,6 @@ class Method(Settings):
 
     draft: str = ""  # default: the one of the method's name
     secondary: list[str] = field(default_factory=list)  # read nothing but the text (kind = "prompt-lookup")
-    agreement: Agreement = "either"  # what a node is worth that several propose (sources.py: merge)
     tree: TreeConfig | None = None  # default: eval.tree
 
     @property
@@ -49,7 +48,7 @@ class Method(Settings):
         draft: Draft = drafts[self.draft]
         if self.secondary:
             others = {name: drafts[name] for name in self.secondary}
-            draft = Sources(drafts[self.draft], others, self.agreement)
+            draft = Sources(drafts[self.draft], others)
         return LoadedMethod(draft, self.resolved_tree)
 
 

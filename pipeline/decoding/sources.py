@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.decoding.config import Agreement, TreeConfig
+from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import (
     DraftOutput,
     DraftRequest,
@@ -65,11 +65,11 @@ class Merged:
         return found
 
 
-def merge(pools: list[tuple[Pool, list[float]]], agreement: Agreement) -> Merged:
+def merge(pools: list[tuple[Pool, list[float]]]) -> Merged:
     """Pools with their candidates' probabilities, by path.
 
-    A node that several propose has probability 1 - (1 - a)(1 - b) ("either": as if they erred independently), or the
-    largest ("max"). None is likelier than its parent.
+    A node that several propose has probability 1 - (1 - a)(1 - b), as if they erred independently. None is likelier
+    than its parent.
     """
     tokens: list[int] = []
     parents: list[int] = []
@@ -85,10 +85,8 @@ def merge(pools: list[tuple[Pool, list[float]]], agreement: Agreement) -> Merged
                 parents.append(key[0])
                 probabilities.append(probability)
                 node = known[key] = len(tokens)
-            elif agreement == "either":
-                probabilities[node - 1] = 1 - (1 - probabilities[node - 1]) * (1 - probability)
             else:
-                probabilities[node - 1] = max(probabilities[node - 1], probability)
+                probabilities[node - 1] = 1 - (1 - probabilities[node - 1]) * (1 - probability)
             node_of.append(node)
     for place, parent in enumerate(parents):
         if parent:
@@ -137,8 +135,8 @@ class SharedTrees:
 class Sources:
     """A draft with secondary sources, as one draft. `tree` says how the draft grows, `nodes` counts those of all."""
 
-    def __init__(self, draft: Source, secondary: dict[str, Source], agreement: Agreement = "either"):
-        self.draft, self.secondary, self.agreement = draft, secondary, agreement
+    def __init__(self, draft: Source, secondary: dict[str, Source]):
+        self.draft, self.secondary = draft, secondary
         self.name = " + ".join([draft.name, *secondary])
         self.config, self.stepwise = SharedTrees(draft.config), draft.stepwise
         self.target_vocabulary = draft.target_vocabulary
@@ -174,7 +172,7 @@ class Sources:
 
     def merged(self, drafted: Pool, copied: dict[str, Pool]) -> Merged:
         pools = [(self.draft, drafted), *((self.secondary[name], pool) for name, pool in copied.items())]
-        return merge([(pool, _probabilities(source, pool)) for source, pool in pools], self.agreement)
+        return merge([(pool, _probabilities(source, pool)) for source, pool in pools])
 
 
 def _probabilities(source: Source, pool: Pool) -> list[float]:

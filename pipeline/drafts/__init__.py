@@ -59,7 +59,7 @@ def kind_of(settings: Any) -> str:
     kind, frame = (
         settings.get(key) if isinstance(settings, dict) else getattr(settings, key, None) for key in ("kind", "frame")
     )
-    return str(kind) if frame in (None, "eagle") else f"{kind} on {frame}"
+    return str(kind) if frame is None else f"{kind} on {frame}"
 
 
 def settings_from(raw: dict[str, Any]) -> DraftConfig:
@@ -92,9 +92,9 @@ def build(config: DraftConfig, shapes: dict[str, Any]) -> TrainedDraft:
     return draft
 
 
-def objective_of(config: DraftConfig, rule: str = "predicted") -> Objective:
-    """What a draft of these settings is trained on; `rule`: which inputs are trained (`train.mask`)."""
-    return DRAFTS[kind_of(config)].objective(config, rule)
+def objective_of(config: DraftConfig) -> Objective:
+    """What a draft of these settings is trained on."""
+    return DRAFTS[kind_of(config)].objective(config)
 
 
 def parameter_count(draft: DraftModule) -> int:

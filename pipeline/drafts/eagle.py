@@ -10,26 +10,25 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from pipeline.drafts.parts.base import DenseConfig, ScaledConfig
 from pipeline.drafts.parts.layers import AttentionBlock
 from pipeline.drafts.parts.one_layer import WINDOW, Dense, OneLayer, OneLayerConfig, window_facts
 from pipeline.drafts.parts.released import Released
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleFrameConfig(OneLayerConfig):
+class EagleFrameConfig(ScaledConfig, OneLayerConfig):
+    next_weights: ClassVar = {"regression": 1.0, "classification": 0.1}
+    ahead_weights: ClassVar = {"regression": 1.0, "classification": 0.05}
+
     fc_bias: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleConfig(EagleFrameConfig):
+class EagleConfig(DenseConfig, EagleFrameConfig):
     description: ClassVar = "EAGLE ([2401.15077](https://arxiv.org/abs/2401.15077)), one dense layer,"
 
     kind: Literal["eagle"] = "eagle"
-    mlp_width: int | None = None  # default: the target's
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.at_least(1, "mlp_width")
 
 
 class EagleFrame(OneLayer):
@@ -44,6 +43,10 @@ class EagleFrame(OneLayer):
     @property
     def block(self) -> AttentionBlock:
         return self.layers[0]  # type: ignore[return-value]
+
+    def embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
+        found = nn.functional.embedding(tokens, self.embed_head.embedding_VD) * self.config.embedding_scale
+        return found.to(like.dtype)
 
     def features(self, states_TSD: Tensor) -> Tensor:
         return states_TSD[..., 0, :]

@@ -18,24 +18,22 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from pipeline.drafts.parts.base import fused, require_layers
+from pipeline.drafts.parts.base import DenseConfig, FusedConfig
 from pipeline.drafts.parts.layers import AttentionBlock, norm
-from pipeline.drafts.parts.losses import OwnHead
-from pipeline.drafts.parts.one_layer import WINDOW, Dense, OneLayer, OneLayerConfig, Weights, window_facts
+from pipeline.drafts.parts.losses import OwnHead, Term
+from pipeline.drafts.parts.one_layer import WINDOW, Dense, OneLayer, OneLayerConfig, window_facts
 from pipeline.drafts.parts.released import AUXILIARY, UNSAID, Facts, Names, Released
-from pipeline.lm.states import Needs
 
-LATER = ("norm_before_fc", "attention_bias", "qk_norm")
+DECAY = 0.8  # of a loss's weight, for each forward, or depth, before it
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3FrameConfig(OneLayerConfig):
-    next: Weights = Weights(regression=0.0, classification=1.0)
-    ahead: Weights = Weights(regression=0.0, classification=0.5)
-    ttt_steps: int = 7
-    ttt: Weights = Weights(regression=0.0, classification=1.0)
-    decay: float = 0.8
-    auxiliary_layers: list[int] | None = None  # of the target, from 1; default: 2, L // 2, L - 3 of its L
+class Eagle3FrameConfig(FusedConfig, OneLayerConfig):
+    """A fused feature has no label: no regression."""
+
+    next_weights: ClassVar = {"classification": 1.0}
+    ahead_weights: ClassVar = {"classification": 0.5}
+
     fc_norm: bool = False  # EAGLE-3.1
     norm_output: bool = False  # EAGLE-3.1
     norm_before_fc: bool = False  # one norm over all outputs together, speculators' default
@@ -48,18 +46,8 @@ class Eagle3FrameConfig(OneLayerConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        require_layers(self.auxiliary_layers)
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm: an output is normed once before fc, set one of them to false")
-        if told := [term.name for term in self.terms(0) if term.weights.get("regression")]:
-            raise ValueError(f"regression of {told[0]!r}: a fused feature has no label, set it to 0")
-        if not any(term.weights.get("classification") for term in self.terms(0)):
-            raise ValueError("next, ahead and ttt: no classification has a weight, so nothing trains the LM head")
-
-    def to_json(self) -> dict[str, Any]:
-        """Without later options where they are off, so that a draft from before them keeps its hash."""
-        found = super().to_json()
-        return {key: value for key, value in found.items() if value or key not in LATER}
 
     @property
     def asks_whole_head(self) -> bool:
@@ -73,27 +61,34 @@ class Eagle3FrameConfig(OneLayerConfig):
     def auxiliary(self) -> Sequence[int | str]:
         return self.auxiliary_layers or ["default"]
 
-    def needs(self, target_layers: int) -> Needs:
-        return fused(self.auxiliary_layers or default_layers(target_layers), target_layers)
-
-
-def default_layers(target_layers: int) -> list[int]:
-    """The reference's, of targets with 7 layers and more; of smaller ones as many as there are."""
-    return sorted({min(2, target_layers), max(target_layers // 2, 1), max(target_layers - 3, 1)})
+    def reference_layers(self, target_layers: int) -> list[int]:
+        """2, L // 2, L - 3 of targets with 7 layers and more; of smaller ones as many as there are."""
+        return sorted({min(2, target_layers), max(target_layers // 2, 1), max(target_layers - 3, 1)})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config(Eagle3FrameConfig):
+class TestTimeConfig(Eagle3FrameConfig):
+    ttt_steps: int = 7  # training-time test: forwards of a batch; from the second on, features are the draft's own
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.at_least(1, "ttt_steps")
+
+    def terms(self, step: int) -> list[Term]:
+        """And of the forwards on the draft's own features."""
+        steps = range(2, self.ttt_steps + 1)
+        weights = [{"classification": DECAY ** (n - 1)} for n in steps]
+        own = [Term(f"ttt_{n}", 1, given, self.objective) for n, given in zip(steps, weights, strict=True)]
+        return [*super().terms(step), *own]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(DenseConfig, TestTimeConfig):
     description: ClassVar = (
         "EAGLE-3 ([2503.01840](https://arxiv.org/abs/2503.01840)), one dense layer on fused features,"
     )
 
     kind: Literal["eagle3"] = "eagle3"
-    mlp_width: int | None = None  # default: the target's
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.at_least(1, "mlp_width")
 
 
 class Eagle3Frame(OneLayer):

@@ -20,51 +20,39 @@ from torch import Tensor, nn
 
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
 from pipeline.drafts.eagle import EagleFrame, EagleFrameConfig
+from pipeline.drafts.parts.base import DenseConfig
 from pipeline.drafts.parts.layers import AttentionBlock, ResBlock, norm
 from pipeline.drafts.parts.losses import Term, named
-from pipeline.drafts.parts.one_layer import WINDOW, Dense, Heads, Weights, window_facts
+from pipeline.drafts.parts.one_layer import WINDOW, Dense, Heads, window_facts
 from pipeline.drafts.parts.released import Names, Released
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
 
-SERIAL = 2  # forwards of the serial part
+SERIAL = 2  # forwards of the serial part, and its layers
+MLPS, BLOCKS = 5, 5  # residual blocks of each
+LATER = {"regression": 1 / 9, "classification": 0.1 / 9}  # weights of an MLP's prediction,
+DECAY = 0.8  # times this for each MLP from the first on
 
 
 @dataclass(frozen=True, kw_only=True)
-class GumihoConfig(EagleFrameConfig):
+class GumihoConfig(DenseConfig, EagleFrameConfig):
     description: ClassVar = "Gumiho ([2503.10135](https://arxiv.org/abs/2503.10135)), two layers and parallel MLPs,"
 
     kind: Literal["gumiho"] = "gumiho"
-    layers: int = 2
-    mlp_width: int | None = None  # of the layers' MLPs; default: the target's
-    mlps: int = 5
-    blocks: int = 5  # residual ones, in each of them
-    later: Weights = Weights(regression=1 / 9, classification=0.1 / 9)  # of an MLP's prediction,
-    later_decay: float = 0.8  # times this for each MLP from the first on
     regression_steps: int = 0  # so many optimiser steps the MLPs' classifications do not count
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least(1, "layers", "mlp_width", "blocks")
-        self.at_least(2, "mlps")
         self.at_least(0, "regression_steps")
-        if not 0 < self.later_decay <= 1:
-            raise ValueError(f"later_decay={self.later_decay}: expected more than 0 and at most 1")
-        for key in ("ahead", "ttt", "decay", "ttt_steps"):
-            if getattr(self, key) != getattr(type(self), key):
-                raise ValueError(
-                    f"{key}: Gumiho's serial part is trained on true features, for the next token; the MLPs have later "
-                    "and later_decay"
-                )
 
     def levels_of(self, number: int) -> int:
-        return 1 if number < SERIAL else self.mlps if number == SERIAL else 0
+        return 1 if number < SERIAL else MLPS if number == SERIAL else 0
 
     def terms(self, step: int) -> list[Term]:
         found = super().terms(step)
-        for number, name in enumerate(named(SERIAL + 1, SERIAL + self.mlps), start=1):
-            weights = self.later.of(self.later_decay**number)
+        for number, name in enumerate(named(SERIAL + 1, SERIAL + MLPS), start=1):
+            weights = {part: weight * DECAY**number for part, weight in LATER.items()}
             if step < self.regression_steps:
                 weights |= {"classification": 0.0}
             found.append(Term(name, SERIAL + number, weights, self.objective))
@@ -74,14 +62,14 @@ class GumihoConfig(EagleFrameConfig):
 class Parallel(nn.Module):
     """The MLPs."""
 
-    def __init__(self, config: GumihoConfig, width: int):
+    def __init__(self, width: int):
         super().__init__()
         self.mlp = nn.ModuleList(
             nn.Sequential(
                 nn.Sequential(nn.Linear(SERIAL * width, width), nn.SiLU()),
-                *(ResBlock(width, width) for _ in range(config.blocks)),
+                *(ResBlock(width, width) for _ in range(BLOCKS)),
             )
-            for _ in range(config.mlps)
+            for _ in range(MLPS)
         )
 
     def forward(self, pairs: Tensor, count: int) -> list[Tensor]:
@@ -93,10 +81,10 @@ class Gumiho(Dense, EagleFrame):
 
     def __init__(self, config: GumihoConfig, shapes: dict[str, Any]):
         super().__init__(config, shapes)
-        for number in range(1, config.layers):
+        for number in range(1, SERIAL):
             parts = self.follow(self.llama) | {"input_layernorm": norm(self.llama)}
             self.layers.append(AttentionBlock(self.llama, parts, number=number))
-        self.mlp = Parallel(config, self.llama.hidden_size)
+        self.mlp = Parallel(self.llama.hidden_size)
 
     @property
     def block(self) -> AttentionBlock:
@@ -123,7 +111,7 @@ class Gumiho(Dense, EagleFrame):
     def further(self, heads: Heads, batch: "Batch") -> list[Tensor]:
         """The MLPs' at i: of the pairs (F for f_{i+1}, t_{i+2}) and (F for f_{i+2}, t_{i+3})."""
         joined_BTD = self._joined(heads.ahead[0], batch.tokens_BT.roll(-1, 1))  # a row's end is not trained
-        return self.mlp(torch.cat([joined_BTD, joined_BTD.roll(-1, 1)], dim=-1), self.config.mlps)
+        return self.mlp(torch.cat([joined_BTD, joined_BTD.roll(-1, 1)], dim=-1), MLPS)
 
     # -- decoding: a carry is F and, behind it, fc of the node whose forward it was ---------------------------------
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from pipeline.basics.accelerator import sent
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
+from pipeline.drafts.parts.base import DenseConfig, ScaledConfig
 from pipeline.drafts.parts.heads import HeadsConfig, HeadsDraft, own_heads
 from pipeline.drafts.parts.heads import released_facts as facts_of_heads
 from pipeline.drafts.parts.layers import AttentionBlock, ResBlock, layer_config, norm, rotary, swiglu
-from pipeline.drafts.parts.losses import LossKind
 from pipeline.drafts.parts.released import Facts, Names, Released
 from pipeline.lm.attention import FULL, additive, behind, whole_texts
 from pipeline.lm.cache import TreeCache
@@ -31,23 +31,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HydraConfig(HeadsConfig):
+class HydraConfig(ScaledConfig, DenseConfig, HeadsConfig):
     description: ClassVar = "Hydra ([2402.05109](https://arxiv.org/abs/2402.05109)), heads that see earlier guesses,"
 
     kind: Literal["hydra"] = "hydra"
-    heads: int = 4
-    blocks: int = 4  # residual ones, in each head
-    prefix: bool = True  # Hydra++: a decoder layer over the hidden states so far
-    mlp_width: int | None = None  # of that layer; default: the target's
-    embedding_scale: float = 1.0  # multiplies e(t) on its way into the draft
-    objective: LossKind = "soft-ce"
-    decay: float = 1.0  # of the loss's weight, for each token ahead
+    blocks: int = 4
+    prefix: bool = True  # Hydra++: a decoder layer over the hidden states so far, `mlp_width` wide
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.at_least(1, "mlp_width")
-        if not self.embedding_scale > 0:
-            raise ValueError(f"embedding_scale={self.embedding_scale}: expected more than 0")
+    @property
+    def decay(self) -> float:
+        """Plain Hydra trains as Medusa does."""
+        return 1.0 if self.prefix else super().decay
 
     def levels_of(self, number: int) -> int:
         return 1 if number < self.heads else 0

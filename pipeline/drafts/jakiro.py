@@ -24,7 +24,7 @@ from torch._guards import detect_fake_mode
 from pipeline.basics.settings import Settings
 from pipeline.drafts.eagle import EagleFrame, EagleFrameConfig
 from pipeline.drafts.eagle3 import RELEASED as RELEASED_EAGLE3
-from pipeline.drafts.eagle3 import Eagle3Frame, Eagle3FrameConfig
+from pipeline.drafts.eagle3 import Eagle3Frame, TestTimeConfig
 from pipeline.drafts.eagle3 import released_facts as eagle3_facts
 from pipeline.drafts.parts.layers import swiglu
 from pipeline.drafts.parts.losses import Term
@@ -43,9 +43,8 @@ class ExpertsConfig(Settings):
     experts: int = 2
     experts_per_token: int = 2
     expert_width: int | None = None  # default: the hidden size, as in the released code
-    contrast: Literal["router", "scalar", "none"] = (
-        "router"  # eq. 7 with either reading of beta and alpha, or without it
-    )
+    # eq. 7 with either reading of beta and alpha, or without it
+    contrast: Literal["router", "scalar", "none"] = "router"
     balance_loss: float = 0.0  # weight of E sum_e share_e mean_e in each dialogue: 1 where experts are used alike
 
     def __post_init__(self):
@@ -76,11 +75,10 @@ class JakiroConfig(ExpertsConfig, EagleFrameConfig):
     )
 
     kind: Literal["jakiro"] = "jakiro"
-    frame: Literal["eagle"] = "eagle"
 
 
 @dataclass(frozen=True, kw_only=True)
-class JakiroOnEagle3Config(ExpertsConfig, Eagle3FrameConfig):
+class JakiroOnEagle3Config(ExpertsConfig, TestTimeConfig):
     description: ClassVar = (
         "Jakiro ([2502.06282](https://arxiv.org/abs/2502.06282)) on EAGLE-3's frame, a mixture of experts in one layer,"
     )

@@ -35,8 +35,8 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.basics.accelerator import sent
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import DraftOutput
-from pipeline.drafts.parts.base import DraftConfig
-from pipeline.drafts.parts.losses import LossKind, Term
+from pipeline.drafts.parts.base import TrainedConfig
+from pipeline.drafts.parts.losses import Term
 from pipeline.drafts.parts.module import TrainedDraft
 from pipeline.drafts.parts.objective import Objective
 from pipeline.drafts.parts.reads_text import ReadsText, TextState
@@ -47,14 +47,14 @@ from pipeline.lm.states import Needs
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
 
-NUMBERS = 4  # a router's inputs
+NUMBERS, WIDTH = 4, 8  # a router's inputs, and its units
 STEEP = 4.0  # of the static router, a unit of `turn`
 AGAIN = 10.0  # what all of `passed` counts in these units
 FIRST = 4  # tokens of a text that every block computes
 
 
 @dataclass(frozen=True, kw_only=True)
-class SkipperConfig(DraftConfig):
+class SkipperConfig(TrainedConfig):
     description: ClassVar = (
         "The target, whose blocks some tokens pass by (after [2412.11494](https://arxiv.org/abs/2412.11494)),"
     )
@@ -63,13 +63,8 @@ class SkipperConfig(DraftConfig):
     kind: Literal["skipper"] = "skipper"
     sparsity: float | list[float] = 0.5  # shares of tokens that pass by: of all blocks' (the first and the last compute
     # every token), or each block's
-    router_width: int = 8
-    sparsity_loss: float = 1.0  # weight of sum_l (share that passes by - s_l)^2 in each dialogue
-    objective: LossKind = "soft-ce"
 
     def __post_init__(self):
-        self.at_least(2, "router_width")
-        self.at_least(0, "sparsity_loss")
         shares = self.sparsity if isinstance(self.sparsity, list) else [0.0, self.sparsity]
         if not all(0 <= share <= 1 for share in shares) or not any(0 < share < 1 for share in shares):
             raise ValueError(
@@ -86,7 +81,7 @@ class SkipperConfig(DraftConfig):
 
     def terms(self, step: int) -> list[Term]:
         found = Term("next", 1, {"classification": 1.0}, self.objective)
-        return [found, Term("sparsity", 1, {"penalty": self.sparsity_loss})]
+        return [found, Term("sparsity", 1, {"penalty": 1.0})]
 
     def shares(self, blocks: int) -> list[float]:
         """s_l of each block. Raises PipelineError."""
@@ -135,9 +130,9 @@ class Walk:
 class Router(nn.Module):
     """``router(numbers)``, positive where the token is to be computed."""
 
-    def __init__(self, width: int):
+    def __init__(self):
         super().__init__()
-        self.inner, self.outer = nn.Linear(NUMBERS, width), nn.Linear(width, 1)
+        self.inner, self.outer = nn.Linear(NUMBERS, WIDTH), nn.Linear(WIDTH, 1)
 
     def forward(self, numbers: Tensor) -> Tensor:
         """The score (...) for numbers (..., 4)."""
@@ -240,7 +235,7 @@ class Skipper(ReadsText, TrainedDraft):
         super().__init__(config, shapes)
         self.shares = config.shares(shapes["target_layers"])
         between = [number for number, share in enumerate(self.shares) if 0 < share < 1]
-        self.routers = nn.ModuleDict({str(number): Router(config.router_width) for number in between})
+        self.routers = nn.ModuleDict({str(number): Router() for number in between})
         self.walk: Walk
         self._decoder: list[Any] = []  # the target's, with our blocks; and whose it is
 

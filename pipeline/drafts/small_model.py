@@ -15,9 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.public import public_name
 from pipeline.decoding.contract import DraftOutput
-from pipeline.drafts.parts.base import DraftConfig
+from pipeline.drafts.parts.base import DraftConfig, VocabularyConfig
 from pipeline.drafts.parts.drafting import Drafting
-from pipeline.drafts.parts.losses import LossKind, OwnHead, Term
+from pipeline.drafts.parts.losses import OwnHead, Term
 from pipeline.drafts.parts.module import TrainedDraft
 from pipeline.drafts.parts.reads_text import ReadsText
 from pipeline.lm.attention import FULL, GROUPED, whole_texts
@@ -43,21 +43,24 @@ class Apart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmallLlamaConfig(DraftConfig):
+class SmallLlamaConfig(VocabularyConfig):
     description: ClassVar = "Speculative sampling ([2302.01318](https://arxiv.org/abs/2302.01318)) with a small Llama,"
 
     kind: Literal["small-llama"] = "small-llama"
-    vocabulary: int | None = None  # that it guesses from: the most frequent ids of the training answers; it reads all
     layers: int = 2
     width: int = 256
-    attention_heads: int = 4
     mlp_width: int = 768
-    objective: LossKind = "soft-ce"
 
     def __post_init__(self):
-        self.at_least(1, "vocabulary", "layers", "width", "attention_heads", "mlp_width")
+        super().__post_init__()
+        self.at_least(1, "layers", "width", "mlp_width")
         if self.width % (2 * self.attention_heads):
-            raise ValueError(f"width={self.width} is no even multiple of attention_heads={self.attention_heads}")
+            raise ValueError(f"width={self.width} is no even multiple of its {self.attention_heads} attention heads")
+
+    @property
+    def attention_heads(self) -> int:
+        """Of 64 numbers each, but four at least."""
+        return max(self.width // 64, 4)
 
     def needs(self, target_layers: int) -> Needs:
         return Needs(final=False)

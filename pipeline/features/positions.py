@@ -45,30 +45,22 @@ class Horizons:
     """Every trained input, for each horizon; nothing is drawn."""
 
     horizons: Sequence[int]
-    rule: str = "predicted"
 
     def positions(self, ids: np.ndarray, loss_mask: np.ndarray, seed: Seed = ()) -> dict[Group, Positions]:
         found: dict[Group, Positions] = {}
         for horizon in self.horizons:
-            inputs = torch.from_numpy(trained(loss_mask, horizon, self.rule).nonzero()[0])
+            inputs = torch.from_numpy(trained(loss_mask, horizon).nonzero()[0])
             found[horizon] = Positions(inputs, inputs + horizon)
         return found
 
 
-def trained(loss_mask: np.ndarray, horizon: int, rule: str) -> np.ndarray:
-    """Which inputs i = 0 .. T-2 have a loss at `horizon`, as bool [T-1].
-
-    "predicted": t_{i+1+h} exists and is the assistant's. "legacy": t_{i+h-1} is, as the released code has it: t_i for
-    horizon 1 (EAGLE), t_{i+1} for Jakiro's branch ahead (the label must exist).
+def trained(loss_mask: np.ndarray, horizon: int) -> np.ndarray:
+    """Which inputs i = 0 .. T-2 have a loss at `horizon`, as bool [T-1]: those whose t_{i+1+h} exists and is the
+    assistant's.
     """
     inputs = len(loss_mask) - 1
     out = np.zeros(inputs, dtype=bool)
-    if rule == "predicted":
-        exist = max(inputs - horizon, 0)  # inputs whose predicted token t_{i+1+h} exists
-        out[:exist] = loss_mask[1 + horizon :]
-    else:
-        exist = max(inputs + 1 - horizon, 0)  # inputs whose label f_{i+h} exists
-        out[:exist] = loss_mask[horizon - 1 : horizon - 1 + exist]
+    out[: max(inputs - horizon, 0)] = loss_mask[1 + horizon :]
     return out
 
 

@@ -22,7 +22,7 @@ def complaints(recipe: "Recipe") -> Iterator[str]:
 
 
 def _of_drafts(recipe: "Recipe") -> Iterator[str]:
-    """A section [draft.NAME] is missing, or learns what the mask does not train."""
+    """A section [draft.NAME] is missing, or begins where no training does."""
     drafts, released = recipe.draft, recipe.publish.draft
     if not drafts:
         yield "no draft: add a section [draft.NAME] with kind = 'jakiro'"
@@ -38,17 +38,6 @@ def _of_drafts(recipe: "Recipe") -> Iterator[str]:
             yield f"draft.{name}.start_differs says what of its start may be another, but it has no start"
         if config.start and name not in recipe.to_train:
             yield f"draft.{name}.start={config.start!r} is where a training begins, but this recipe does not train it"
-        objective = getattr(config, "objective", None)
-        if recipe.train.mask == "legacy" and objective in ("hard-ce", "l1"):
-            yield (
-                f"train.mask='legacy' trains positions without a next token, of which draft.{name}.objective="
-                f"{objective!r} learns: set train.mask='predicted'"
-            )
-        if recipe.train.mask == "legacy" and config.runs_the_target:
-            yield (
-                f"train.mask='legacy' trains a dialogue's last input, whose next token draft.{name} does not read: set "
-                "train.mask='predicted'"
-            )
 
 
 def _of_devices(recipe: "Recipe") -> Iterator[str]:
@@ -136,11 +125,6 @@ def _of_training(recipe: "Recipe") -> Iterator[str]:
             yield (
                 f"data.max_tokens={data.max_tokens} counts tokens that data.answers='target' has not given yet: say "
                 "data.max_dialogues"
-            )
-        if train.mask == "legacy" and recipe.target.engine != "transformers":
-            yield (
-                "train.mask='legacy' learns the state behind an answer's last token, which an engine does not compute: "
-                "set train.mask='predicted'"
             )
     if train.pack_tokens and train.pack_tokens < data.max_length - 1:
         yield (

@@ -1,7 +1,4 @@
-"""The licenses and languages that a card may name: the Hub refuses an upload with another one.
-
-Licenses: https://huggingface.co/docs/hub/repositories-licenses, as of 2026. Languages: ISO 639 codes, and two words.
-"""
+"""The licenses that a card may name, as of 2026: the Hub refuses an upload with another one."""
 
 import difflib
 import re
@@ -22,32 +19,17 @@ _NAMES = """
     postgresql unknown unlicense wtfpl zlib
 """
 LICENSES = frozenset(_NAMES.split())
-_LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")
 
 
 def _license(name: str) -> str:
     if name not in LICENSES:
         near = difflib.get_close_matches(re.sub(r"[\s_]+", "-", name.strip().lower()), sorted(LICENSES), 1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(
-            f"{name!r} is no license identifier of the Hub{_hint(near)} Expected one of {PAGE}, and 'other' for a "
-            "license that is not there"
+            f"{name!r} is no license identifier of the Hub{hint} Expected one of {PAGE}, and 'other' for a license "
+            "that is not there"
         )
     return name
 
 
-def _language(code: str) -> str:
-    if not _LANGUAGE.fullmatch(code):
-        near = re.findall(r"^(?:[A-Za-z]{2,3}(?=[-_])|[A-Z]{2,3}$)", code)
-        raise ValueError(
-            f"{code!r} is no language of the Hub{_hint(near)} Expected an ISO 639 code of two or three small letters, "
-            "'code' or 'multilingual'"
-        )
-    return code
-
-
-def _hint(near: list[str]) -> str:
-    return f"; did you mean {near[0].lower()!r}?" if near else "."
-
-
 License = Annotated[str, AfterValidator(_license)]
-Language = Annotated[str, AfterValidator(_language)]

@@ -206,7 +206,7 @@ class Recipe(Outline):
         kept. Of a published draft: what it is, and where it is from.
         """
         if draft in self.published:
-            return digest({"published": self.published[draft].model_dump(), "draft": self.draft[draft].to_json()})
+            return digest({"published": self.published[draft], "draft": self.draft[draft].to_json()})
         dump = self.answers_hash if self.is_watched(draft) else self.dump_hash
         settings = {"tree": None, **self.training_settings(draft), **self._order}
         return digest({"dump": dump, "seed": self.seed, "draft": self.settings_of(draft), **settings})
@@ -253,8 +253,7 @@ class Recipe(Outline):
         return self.shards_dir.resolve() != self.features_dir.resolve()
 
     def resume_dir(self, draft: str) -> Path:
-        """Where a training's resume states are, which all of its nodes see."""
-        return Path(self.train.resume) / draft if self.train.resume else self.draft_dir(draft) / "resume"
+        return self.draft_dir(draft) / "resume"
 
     @property
     def eval_dir(self) -> Path:

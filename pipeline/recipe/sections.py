@@ -4,7 +4,6 @@ Imports no torch: a typo is refused at once.
 """
 
 import math
-from itertools import product
 from typing import Annotated, Any, Literal
 
 import regex
@@ -29,9 +28,10 @@ from pipeline.basics.section import (
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
 from pipeline.lm.config import TargetConfig
-from pipeline.recipe.license import Language, License
+from pipeline.recipe.license import License
 
 HELDOUT = "heldout"
+ON_HUB = regex.compile(r"([\w.-]+/[\w.-]+)@([0-9a-f]{40})")  # a commit: a branch would move
 Cut = Annotated[Of, Affects(("dump", "figures"))]  # how dialogues are cut and split, whoever answers in them
 Job = Annotated[Of, Affects(("regenerated",))]  # of preprocess/regenerate.py alone
 
@@ -99,7 +99,7 @@ class FeaturesConfig(Section):
     store: Runtime[str | None] = None  # s3://, gs://, ...: where finished shards go (pipeline/features/store.py)
     # The hash of somebody's dump in `store`, as its card gives it: what it was dumped from is then not asked.
     dump: Measured[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")] | None] = None
-    # Without a heartbeat (a batch, or the whole of loading), then a worker is replaced.
+    # Without a heartbeat (a batch, or the whole of loading), then a worker is replaced, of the evaluation, too.
     hang_seconds: Runtime[Positive] = 900
     # "window": training's shards are made while it reads them, and go (preprocess/feed.py).
     keep: Runtime[Literal["all", "window"]] = "all"
@@ -158,14 +158,10 @@ class TrainConfig(Section):
     schedule: Literal["cosine", "linear", "constant"] = "cosine"  # of the learning rate behind the warm-up
     clip_norm: Annotated[float, Field(gt=0)] = 0.5  # of the gradient, at most
     noise: Annotated[float, Field(ge=0)] = 0.1  # half-width of the uniform noise on input features
-    noise_scaling: Literal["plain", "legacy"] = "plain"  # legacy: times 512 / length, as EAGLE's code
-    # Legacy: train where t_{i+h-1}, not t_{i+1+h}, is the assistant's.
-    mask: Literal["predicted", "legacy"] = "predicted"
     # That the draft is trained in. auto: bfloat16 where the device computes it natively, else float32.
     dtype: AutoDtype = "bfloat16"
     zero_stage: Literal[0, 1, 2, 3] = 0  # from 1 on, micro-batch gradients of a half-precision run add up in float32
     recompute: Runtime[bool] = False  # activations again in the backward instead of keeping them
-    not_finite: Literal["stop", "skip"] = "stop"  # of a loss: end the run, or leave that turn's micro-batches out
     checkpoint_every: Runtime[Positive] = 500  # steps
     validate_every: Positive = 500  # steps
     keep: Literal["last", "best"] = "last"  # best: the weights of the validation with the largest estimated tau
@@ -173,11 +169,8 @@ class TrainConfig(Section):
     # When rank 0 decodes the calibration prompts with the target.
     decode: Runtime[Literal["never", "last", "always"]] = "never"
     tracker: Runtime[Literal["wandb", "trackio", "mlflow"] | None] = None  # beside TensorBoard, through its own package
-    verify_checksums: Runtime[bool] = True  # read every shard through before training begins
     # Of each node's own disk, where features are brought; default: where they are.
     shards: Runtime[Folder | None] = None
-    # That all nodes see, for resume states; default: beside the draft, in `output`.
-    resume: Runtime[Folder | None] = None
     deepspeed: dict[str, Any] = {}  # more of its configuration; what follows from the keys above is refused here
 
     def accumulation(self, ranks: int) -> int:
@@ -227,15 +220,14 @@ class BenchmarkConfig(Section):
     # (eval/measure/prompts.py)
     source: str
     prompts: Positive | None = None  # the first so many
-    path: str | None = None  # of "benchmark:NAME": a copy of its data set, or another Hub id
-    revision: str | None = None  # of that data set
+    # Of "benchmark:NAME": a copy of its data set, or one of the Hub: OWNER/NAME or OWNER/NAME@REVISION.
+    path: str | None = None
 
     @model_validator(mode="after")
     def _for_named_ones(self):
-        given = [key for key in ("path", "revision") if getattr(self, key) is not None]
-        if given and not self.source.startswith("benchmark:"):
+        if self.path is not None and not self.source.startswith("benchmark:"):
             raise ValueError(
-                f"{given[0]} says where a 'benchmark:NAME' comes from; source={self.source!r} is a place of its own"
+                f"path says where a 'benchmark:NAME' comes from; source={self.source!r} is a place of its own"
             )
         return self
 
@@ -254,38 +246,25 @@ class EvalConfig(Section):
     """What is measured. Every method decodes the same prompts in one process, interleaved."""
 
     benchmarks: Annotated[dict[str, BenchmarkConfig], Field(min_length=1)]  # prompts, by a name of yours
-    # Tokens: each "heldout" benchmark again, behind other dialogues up to each length.
-    contexts: Runtime[list[Positive]] = []
     tree: TreeConfig = TreeConfig()  # of every method that has none of its own
     # Every draft is a method of its own name; it stands here where its tree is another.
     methods: dict[Name, Method] = {}
     temperatures: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)] = [0.0, 1.0]  # 0: greedy
     top_k: Positive | None = None  # draw from so many tokens; default: all
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # draw from the likeliest tokens of this share together
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0  # transformers'; 1: none
     max_new_tokens: Positive = 512  # of one answer
-    repeats: Positive = 3  # at temperature 0
-    sampled_repeats: Positive = 3  # above it, each with its own seed
-    warmups: Positive = 3  # answers that are decoded first, and not counted
+    repeats: Positive = 3  # above temperature 0 each with its own seed
     dtype: AutoDtype = "bfloat16"  # that target and drafts decode in; auto: as above
     pack_linears: bool = False  # CPU: pre-packed weights for target and drafts alike
     compile: bool = False  # GPU: fixed shapes and CUDA graphs for plain and speculative decoding
-    gate_rounds: Positive = 2  # of each prompt and method, looked at closely: at T > 0, in half precision always
     workers: Runtime[Processes] = 1  # from 2 on Ray actors, each with the target, take the prompts one by one
     # As the dump's; who shares one measures others' work.
     gpus_per_worker: Runtime[Annotated[int, Field(ge=0)] | None] = None
-    # Without a heartbeat (a round, or the whole of loading), then a worker is replaced.
-    hang_seconds: Runtime[Positive] = 900
 
     @model_validator(mode="after")
     def _sound(self):
         if len(set(self.temperatures)) < len(self.temperatures):
             raise ValueError(f"temperatures={self.temperatures} names one twice")
-        plain = {name: one for name, one in self.benchmarks.items() if one.source == HELDOUT}
-        if self.contexts and not plain:
-            raise ValueError(f"contexts={self.contexts} are of held-out dialogues: add a benchmark of source='heldout'")
-        for (name, one), tokens in product(plain.items(), self.contexts):
-            self.benchmarks[f"{name}-{tokens}"] = one.model_copy(update={"source": f"{HELDOUT}:{tokens}"})
         if self.compile and self.pack_linears:
             raise ValueError("compile=true is for GPUs and pack_linears=true for CPUs: choose one")
         return self
@@ -298,20 +277,18 @@ class EvalConfig(Section):
     @property
     def answers_a_prompt(self) -> int:
         """How many answers one method gives to a prompt, at all temperatures."""
-        return sum(self.sampled_repeats if t > 0 else self.repeats for t in self.temperatures)
-
-
-class PublishedConfig(Section):
-    """Where a draft is fetched from, which this recipe does not train."""
-
-    repository: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]  # OWNER/NAME on the Hub
-    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]  # a commit: a branch would move
+        return self.repeats * len(self.temperatures)
 
 
 class PublishConfig(Section):
     draft: str  # which of the run's drafts
     license: License  # of the draft, as the Hub spells it; mind the target's and the data's
-    language: list[Language] = ["en"]  # ISO 639-1, for the Hub
+
+
+def _at_commit(address: str) -> str:
+    if not ON_HUB.fullmatch(address):
+        raise ValueError(f"{address!r}: expected OWNER/NAME@COMMIT of the Hub, the commit in 40 hex digits")
+    return address
 
 
 def _folder(value: str) -> str:
@@ -334,5 +311,5 @@ class Outline(Section):
     train: TrainConfig = TrainConfig()
     eval: EvalConfig
     publish: PublishConfig
-    # drafts that are fetched, not trained
-    published: Annotated[dict[Name, PublishedConfig], Field(default_factory=dict)]
+    # Drafts that are fetched, not trained, each from its OWNER/NAME@COMMIT of the Hub.
+    published: dict[Name, Annotated[str, AfterValidator(_at_commit)]] = {}

@@ -2,14 +2,13 @@
 
 import hashlib
 import json
-import re
 from pathlib import Path
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json
 from pipeline.lm.fingerprint import weights_sha256
+from pipeline.recipe.sections import ON_HUB
 
-ON_HUB = re.compile(r"([\w.-]+/[\w.-]+)@([0-9a-f]{40})")  # a commit: a branch would move
 MARK = "content:"
 SUFFIXES = {".safetensors", ".bin", ".pt", ".ckpt"}
 

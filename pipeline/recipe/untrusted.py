@@ -105,10 +105,8 @@ class ReleasedEval(Untrusted):
     temperatures: Annotated[list[Annotated[float, Field(ge=0, le=10)]], Field(min_length=1, max_length=100)]
     top_k: Size | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
     max_new_tokens: Annotated[int, Field(ge=1, le=1 << 20)]
     repeats: Annotated[int, Field(ge=1, le=100)]
-    sampled_repeats: Annotated[int, Field(ge=1, le=100)]
     dtype: Dtype
     pack_linears: bool = False
     compile: bool = False
@@ -116,7 +114,6 @@ class ReleasedEval(Untrusted):
 
 class ReleasedPublish(Untrusted):
     license: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 .,+_()/-]{0,99}$")]
-    language: Annotated[list[Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{2,32}$")]], Field(max_length=200)] = []
 
 
 class ReleasedRecipe(Untrusted):
@@ -212,7 +209,6 @@ class PublishedSettings(Untrusted):
     compiled: bool
     top_k: Size | None
     top_p: Annotated[float, Field(gt=0, le=1)]
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)]
     max_new_tokens: Annotated[int, Field(ge=1, le=1 << 20)]
     workers: Annotated[int, Field(ge=1, le=4096)]
 

@@ -231,14 +231,14 @@ class Pool:
         together = self._crew.all_at_once
         if not together and len(late) == len(self._members) and all(member.loading is not None for member in late):
             raise PipelineError(
-                f"no worker became ready within {self._crew.section}.hang_seconds={patience}: is there room on the "
+                f"no worker became ready within features.hang_seconds={patience}: is there room on the "
                 f"cluster for {self._crew.cpus} CPUs and {self._gpus:g} GPUs? Does loading take longer?"
             )
         for member in late:
             # Without a heartbeat it may wait for room on the cluster; for a crew that works at once there was room.
             loads = member.loading is not None and (together or member.beats > 0)
             if member.tasks or loads:
-                self._lose(member, f"it gave no sign of life for {patience} s ({self._crew.section}.hang_seconds).")
+                self._lose(member, f"it gave no sign of life for {patience} s (features.hang_seconds).")
 
     def _tell(self, beats: dict[int, Beat]) -> None:
         titles = [_title(member) for member in self._members]
@@ -258,7 +258,7 @@ class Pool:
             raise PipelineError(
                 f"{self._not_loaded} workers were lost in a row while they loaded the target, the last one because: "
                 f"{why} What is finished is kept: look at the nodes (memory, GPUs, disks), raise "
-                f"{self._crew.section}.hang_seconds where loading takes longer, and run the command again to continue"
+                f"features.hang_seconds where loading takes longer, and run the command again to continue"
             )
         if self._lost_in_a_row > 3 * self._crew.workers + 10 * self._ever_ready:
             raise PipelineError(

@@ -310,10 +310,6 @@ def _require_experts_served(config: DraftConfig, engine: str) -> None:
 
 def _require_served(saved: checkpoint.Saved, config: Eagle3FrameConfig, engine: str, layers: list[int]) -> None:
     """Raises PipelineError for what engines do not do."""
-    if config.embedding_scale != 1.0:
-        raise PipelineError(
-            f"embedding_scale={config.embedding_scale:g}: engines norm the plain embedding; train with 1.0"
-        )
     if len(layers) != FUSED:
         raise PipelineError(f"auxiliary_layers={layers}: engines fuse {FUSED} layers")
     if layers[-1] >= saved.shapes["target_layers"]:

@@ -90,7 +90,7 @@ def recipe(tmp_path) -> Recipe:
 
 
 def configured(**fields) -> SimpleNamespace:
-    return SimpleNamespace(**{"prompts": None, "path": None, "revision": None, "context": None} | fields)
+    return SimpleNamespace(**{"prompts": None, "path": None, "context": None} | fields)
 
 
 def write(path: Path, rows: list[dict]) -> Path:
@@ -180,10 +180,10 @@ def test_a_refused_row_says_everything(tmp_path, recipe):
     )
 
 
-@pytest.mark.parametrize("fields", [{}, {"revision": "e53f048"}])
-def test_a_hub_out_of_reach_is_one_clear_error(recipe, fields):
-    message = refusal(recipe, "cnn-dm", None, **fields)
-    assert message.startswith(f"benchmark bench: benchmark:cnn-dm, {BENCHMARKS['cnn-dm'].hub} (")
+@pytest.mark.parametrize("pinned", ["", "@e53f048"])
+def test_a_hub_out_of_reach_is_one_clear_error(recipe, pinned):
+    message = refusal(recipe, "cnn-dm", BENCHMARKS["cnn-dm"].hub + pinned)
+    assert message.startswith(f"benchmark bench: benchmark:cnn-dm, {BENCHMARKS['cnn-dm'].hub}{pinned} (")
     assert " cannot be read: " in message and "reach" in message
     assert ". eval.benchmarks.bench.path takes a local folder or file (.parquet, .jsonl, .json), or" in message
 
@@ -229,11 +229,6 @@ def test_a_copy_that_is_not_the_benchmark_is_one_clear_error(tmp_path, recipe, k
     assert words in refusal(recipe, known, tmp_path / file.partition("/")[0])
 
 
-def test_a_revision_of_a_copy_on_disk_is_refused(tmp_path, recipe):
-    message = refusal(recipe, "gsm8k", write(tmp_path / "copy.jsonl", GSM8K), revision="e53f048")
-    assert "cannot be read: revision='e53f048' is for data sets of the Hub, this one is on disk" in message
-
-
 # -- what is asked of the Hub ----------------------------------------------------------------------------------------
 
 
@@ -254,13 +249,13 @@ def test_without_a_network_the_cached_copy_serves(recipe, cached):
 
 def test_the_cached_copy_never_stands_for_a_revision(recipe, cached):
     """`datasets` would take it, of whatever revision it is."""
-    assert "offline mode is enabled" in refusal(recipe, "gsm8k", None, revision="e53f048")
+    assert "offline mode is enabled" in refusal(recipe, "gsm8k", "openai/gsm8k@e53f048")
 
 
 def test_the_hub_is_asked_for_the_subset_and_the_revision(monkeypatch):
     asked = []
     monkeypatch.setattr(benchmarks, "dataset_info", lambda *place, **which: asked.append((*place, which)))
-    config = configured(source="benchmark:cnn-dm", revision="96df5e6")
+    config = configured(source="benchmark:cnn-dm", path="abisee/cnn_dailymail@96df5e6")
     assert benchmarks.place(BENCHMARKS["cnn-dm"], config) == {
         "path": "abisee/cnn_dailymail",
         "name": "3.0.0",

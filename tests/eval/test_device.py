@@ -90,16 +90,15 @@ def test_what_the_dump_captures_there_has_the_cpus_bytes(tiny_target, tmp_path, 
 
 def test_the_gate_passes_there_and_float32_is_judged_by_plain_decodings_drift(tiny_recipe, embed_head, loaded_target):
     assert rounding(torch.float32, torch.device("cpu")) == 0 < rounding(torch.float32, DEVICE)
-    recipe = tiny_recipe.model_copy(update={"eval": tiny_recipe.eval.model_copy(update={"gate_rounds": 2})})
     with rehearsal():
-        there = on_the_device(recipe.target)
+        there = on_the_device(tiny_recipe.target)
         draft = make_draft(loaded_target, embed_head, VARIANTS["jakiro"]).to(DEVICE)
         draft.bind(there.embed_head("there"))
         methods = {
             "best": grown(draft, depth=3, top_k=3, nodes=7),
             "drawn": LoadedMethod(draft, TreeConfig(paths="eagle-1", siblings="drawn")),
         }
-        made = Harness(recipe, there, methods)
+        made = Harness(tiny_recipe, there, methods)
         prompt = Prompt("one", "", ("Why? Because of that?",))
         _, gates, _ = pooled([("bench", made.decode(EvalTask("bench", prompt, t))) for t in (0.0, 1.0)])
     assert len(gates) == 4 and all(gate.passed and gate.checked == 1 for gate in gates.values())

@@ -103,7 +103,7 @@ def test_drafts_that_beat_the_published_one_are_named_at_the_runs_end(tiny_recip
 
 
 def published(tree: dict, repository: str = "me/draft", revision: str = HEAD) -> Recipe:
-    return Recipe.model_validate(tree | {"published": {"jakiro": {"repository": repository, "revision": revision}}})
+    return Recipe.model_validate(tree | {"published": {"jakiro": f"{repository}@{revision}"}})
 
 
 def test_a_release_of_ours_is_fetched_once_with_its_weights_and_its_facts(tree, release, hub):
@@ -187,22 +187,22 @@ def test_what_is_not_there_or_does_not_fit_is_refused(tree, release, hub, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "said"),
+    ("name", "address", "said"),
     [
-        ("jakiro", {"revision": "main"}, "revision"),
-        ("jakiro", {"repository": "/a/folder"}, "repository"),
-        ("eagle", {}, r"published\.eagle is no draft"),
+        ("jakiro", "a/b@main", "'a/b@main': expected OWNER/NAME@COMMIT of the Hub, the commit in 40 hex digits"),
+        ("jakiro", f"/a/folder@{HEAD}", "expected OWNER/NAME@COMMIT"),
+        ("eagle", f"a/b@{HEAD}", r"published\.eagle is no draft"),
     ],
 )
-def test_what_names_no_commit_of_a_draft_is_refused(tree, name, changes, said):
+def test_what_names_no_commit_of_a_draft_is_refused(tree, name, address, said):
     with pytest.raises(ValueError, match=said):
-        Recipe.model_validate(tree | {"published": {name: {"repository": "a/b", "revision": HEAD} | changes}})
+        Recipe.model_validate(tree | {"published": {name: address}})
 
 
 def test_it_is_measured_and_the_figures_of_other_machines_stay(tree, release, hub, tmp_path):
     """Measured here, released; published again by somebody with another machine; measured here once more."""
     hub(release, "me/draft")
-    tree["published"] = {"jakiro": {"repository": "me/draft", "revision": HEAD}}
+    tree["published"] = {"jakiro": f"me/draft@{HEAD}"}
     path = write_recipe(tree, tmp_path / "recipe.toml")
     call(evaluation.main, str(path))
     first = tmp_path / "run/release"
@@ -214,7 +214,7 @@ def test_it_is_measured_and_the_figures_of_other_machines_stay(tree, release, hu
     shutil.copytree(first, theirs)
     write_rows(theirs, [replace(row, origin=row.origin | {"hardware": "a large GPU"}) for row in read_rows(first)])
     hub(theirs, "me/again")
-    tree |= {"published": {"jakiro": {"repository": "me/again", "revision": HEAD}}, "output": str(tmp_path / "run2")}
+    tree |= {"published": {"jakiro": f"me/again@{HEAD}"}, "output": str(tmp_path / "run2")}
     path = write_recipe(tree, tmp_path / "again.toml")
     for _ in range(2):  # building it again adds nothing
         call(evaluation.main, str(path))
@@ -234,7 +234,7 @@ def released(folder: Path, hardware: str, tau: float, benchmark: str = "b", weig
     """The figures of a release, of each folder by other code."""
     folder.mkdir()
     settings = {"dtype": "float32", "max_new_tokens": 9, "packed": False, "compiled": False, "workers": 1} | settings
-    settings |= {"top_k": None, "top_p": 1.0, "repetition_penalty": 1.0}
+    settings |= {"top_k": None, "top_p": 1.0}
     code = hashlib.sha256(folder.name.encode()).hexdigest()[:12]
     origin = {"hardware": hardware, "code_revision": code, "settings": settings}
     origin |= {"tree": TreeConfig(depth=1, top_k=1, nodes=2).to_json()}
@@ -265,9 +265,9 @@ def test_only_the_same_measurement_is_replaced(tmp_path):
 
 
 def test_the_released_method_is_the_fastest_at_the_benchmarks_own_lengths(tiny_recipe):
-    """Those of `eval.contexts` ask the same questions again; they decide where nothing else was measured."""
+    """Those of "heldout:TOKENS" ask the same questions again; they decide where nothing else was measured."""
     tree = tiny_recipe.model_dump(mode="json")
-    tree["eval"]["contexts"] = [60, 90]
+    tree["eval"]["benchmarks"] |= {f"heldout-{count}": {"source": f"heldout:{count}"} for count in (60, 90)}
     facts = {"method": Method(draft="jakiro").to_json(), "corpora": []}
     speeds = {"heldout": (1.5, 1.4), "heldout-60": (1.0, 1.2), "heldout-90": (1.0, 1.2)}
     rows = [
@@ -286,7 +286,7 @@ def test_a_published_draft_changes_nothing_of_what_is_dumped_and_trained(tiny_re
     tree["draft"]["theirs"] = {"kind": "eagle3"}
     dumped = Recipe.model_validate(tree)
     assert dumped.dump_hash != tiny_recipe.dump_hash
-    tree["published"] = {"theirs": {"repository": "me/draft", "revision": HEAD}}
+    tree["published"] = {"theirs": f"me/draft@{HEAD}"}
     fetched = Recipe.model_validate(tree)
     assert fetched.dump_hash == tiny_recipe.dump_hash
     assert all(fetched.train_hash(name) == tiny_recipe.train_hash(name) for name in tiny_recipe.trained)

@@ -75,7 +75,7 @@ def test_a_round_is_timed_in_steps_of_plain_decoding_beside_it(tiny_recipe, monk
     trees, asked = trees_of(EagleConfig(), 2, 4)[:2], []
 
     def decode_in_turns(recipe, harness, methods, tasks, title):
-        asked.append((recipe.eval.max_new_tokens, recipe.eval.gate_rounds, tasks))
+        asked.append((recipe.eval.max_new_tokens, tasks))
         counts = Acceptance()
         counts.add_pass(1, 2)
         counts.add_pass(0, 1)
@@ -89,7 +89,7 @@ def test_a_round_is_timed_in_steps_of_plain_decoding_beside_it(tiny_recipe, monk
     monkeypatch.setattr(tune, "LoadedMethod", lambda draft, tree: tree)
     rounds = tune.time_rounds(tiny_recipe, None, SimpleNamespace(draft=None), trees, tasks)
     assert rounds == {trees[0]: 1.5, trees[1]: 2.0}
-    assert asked == [(tiny_recipe.eval.max_new_tokens, 1, [task for task in tasks if task.prompt < 5])]
+    assert asked == [(tiny_recipe.eval.max_new_tokens, [task for task in tasks if task.prompt < 5])]
 
 
 @pytest.fixture

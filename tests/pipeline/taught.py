@@ -21,7 +21,7 @@ from pipeline.drafts.parallel.dspark import DSparkConfig
 from pipeline.drafts.parallel.medusa import MedusaConfig
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
 from pipeline.drafts.parts.layers import shapes_of
-from pipeline.drafts.parts.one_layer import OneLayerConfig, Weights
+from pipeline.drafts.parts.one_layer import OneLayerConfig
 from pipeline.drafts.skipper import SkipperConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.features.batch import collate
@@ -47,8 +47,8 @@ VARIANTS = {
     ),
     "p-eagle": PEagleConfig(layers=2, depths=4),
     "p-eagle, reduced": PEagleConfig(layers=1, depths=5, vocabulary=100, window=7, qk_norm=True, mask_token=3),
-    "gumiho": GumihoConfig(later=Weights(regression=0.0, classification=1.0)),
-    "gumiho, reduced": GumihoConfig(vocabulary=100, layers=3, mlps=2, blocks=1, window=8),
+    "gumiho": GumihoConfig(),
+    "gumiho, reduced": GumihoConfig(vocabulary=100, window=8),
     "medusa": MedusaConfig(),
     "medusa, the target's head": MedusaConfig(blocks=2, own_head=False, objective="soft-ce"),
     "medusa, reduced": MedusaConfig(heads=5, vocabulary=100),

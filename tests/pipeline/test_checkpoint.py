@@ -116,13 +116,13 @@ def test_a_release_has_a_method_of_its_own(make, tmp_path):
     folder, draft = make("jakiro")
     (tmp_path / "release").mkdir()
     tree = TreeConfig(depth=4, top_k=2, nodes=9)
-    method = Method(draft="jakiro", secondary=["lookup"], agreement="max", tree=tree)
-    export(folder, tmp_path / "release", method, {"lookup": PromptLookupConfig(longest=4)}, folder / "recipe.json")
+    method = Method(draft="jakiro", secondary=["lookup"], tree=tree)
+    export(folder, tmp_path / "release", method, {"lookup": PromptLookupConfig()}, folder / "recipe.json")
     saved = read_config(tmp_path / "release")
     assert saved.method == replace(method, tree=replace(method.tree, parallel=2))  # what the draft makes of it
     loaded = saved.loaded(draft)
-    assert loaded.draft.draft is draft and loaded.draft.agreement == "max" and loaded.tree == saved.tree
-    assert {name: one.config.longest for name, one in loaded.draft.secondary.items()} == {"lookup": 4}
+    assert loaded.draft.draft is draft and loaded.tree == saved.tree
+    assert {name: one.config for name, one in loaded.draft.secondary.items()} == {"lookup": PromptLookupConfig()}
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -177,10 +177,6 @@ def test_a_block_that_sees_what_it_must_not_has_another_loss(draft, monkeypatch,
     assert same == anchors and abs(wrong - loss) > 1e-3
 
 
-def test_a_block_that_is_not_causal_has_the_settings_of_before():
-    assert "causal" not in config_of().to_json() and config_of(causal=True).to_json()["causal"]
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("draft", ["a window", "causal, a window", "causal dspark"], indirect=True)
 def test_a_block_answers_in_decoding_what_it_answers_by_hand(draft):

@@ -28,7 +28,7 @@ ALONE = Method(draft="jakiro", tree=TREE)
 HYBRID = replace(ALONE, secondary=["prompt-lookup"])
 WAYS = {  # draft and method
     "eagle": HYBRID,
-    "jakiro": replace(HYBRID, agreement="max"),
+    "jakiro": HYBRID,
     **dict.fromkeys(
         ("eagle3, reduced", "sparse on eagle-3", "gumiho", "medusa", "dflash, reduced", "hydra++", "small-llama"), ALONE
     ),

@@ -338,7 +338,6 @@ def test_the_embeddings_scale_is_in_fc_and_the_chain_is_the_same(released, impor
         (Eagle3Config(), "gguf", "say --llama-cpp CHECKOUT"),
         (EagleConfig(fc_bias=True), "vllm", "vLLM has no bias there"),
         (EagleConfig(), "speculators", "speculators has no EAGLE-1/2"),
-        (Eagle3Config(embedding_scale=2.0), "sglang", "engines norm the plain embedding"),
         (Eagle3Config(auxiliary_layers=[1, 2]), "vllm", "engines fuse 3 layers"),
         (Eagle3Config(auxiliary_layers=[1, 2, 8]), "vllm", "none follows layer 8"),
         (Eagle3Config(norm_before_residual=True), "sglang", "SGLang adds the plain feature"),

@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import (
     atomic_path,
-    exclusive,
     read_json,
     read_sealed,
     read_sealed_lines,
@@ -242,16 +241,6 @@ def test_sealed_lines_come_back_and_none_can_be_changed_added_or_lost(tmp_path):
         path.write_bytes(other)
         with pytest.raises(PipelineError, match="Do this"):
             read_sealed_lines(path, "Do this")
-
-
-def test_a_lock_beside_its_folder_outlives_it(tmp_path):
-    folder = tmp_path / "state"
-    with exclusive(folder, "training", beside=True):
-        folder.rmdir()  # nothing of the lock is in it
-        with pytest.raises(PipelineError, match="another training"), exclusive(folder, "training", beside=True):
-            pass
-    with exclusive(folder, "training", beside=True):
-        assert list(folder.iterdir()) == []
 
 
 def test_a_file_that_another_node_replaces_while_it_is_read_is_read_again(tmp_path):

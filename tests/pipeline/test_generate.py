@@ -378,7 +378,7 @@ def test_every_nodes_states_are_a_plain_forwards_of_its_path_whatever_was_accept
             assert torch.allclose(logits_NV[node], loaded_target.head(want.final_ND[0]), atol=1e-5, rtol=1e-5)
 
 
-ROLLED = ["eagle", "eagle3", "eagle3, 3.1's norms", "eagle3, others' options", "sparse on eagle-3"]
+ROLLED = ["eagle3", "eagle3, 3.1's norms", "eagle3, others' options", "sparse on eagle-3"]
 
 
 @pytest.mark.parametrize("name", ROLLED)

@@ -44,42 +44,31 @@ def row_of(length: int, seed: int = 0, mask=None, width: int = D, vocabulary: in
 
 
 @pytest.mark.parametrize(
-    ("mask", "horizon", "rule", "want"),
+    ("mask", "horizon", "want"),
     [
         # t:   u u a a u a a u   inputs 0..6; horizon h predicts t_{i+1+h}
-        ([0, 0, 1, 1, 0, 1, 1, 0], 1, "predicted", [1, 1, 0, 1, 1, 0, 0]),
-        ([0, 0, 1, 1, 0, 1, 1, 0], 2, "predicted", [1, 0, 1, 1, 0, 0, 0]),
-        ([0, 0, 1, 1, 0, 1, 0, 0], 1, "legacy", [0, 0, 1, 1, 0, 1, 0]),
-        ([0, 0, 1, 1, 0, 0, 0, 0], 2, "legacy", [0, 1, 1, 0, 0, 0, 0]),  # t_{i+1} is the assistant's
-        ([0, 0, 1, 1, 0, 1, 1, 1], 2, "legacy", [0, 1, 1, 0, 1, 1, 0]),
-        ([0, 0, 1, 1, 0, 1, 1, 1], 3, "legacy", [1, 1, 0, 1, 1, 0, 0]),
-        ([1, 0, 0, 0], 1, "predicted", [0, 0, 0]),
-        ([1, 0, 0, 0], 1, "legacy", [1, 0, 0]),
-        ([0, 1, 0, 0], 2, "legacy", [1, 0, 0]),
-        ([1, 0, 0, 0], 2, "legacy", [0, 0, 0]),
-        ([1], 1, "predicted", []),
-        ([1], 2, "legacy", []),
-        ([1, 1], 1, "predicted", [0]),  # input 0 would predict t_2
-        ([0, 0, 1], 1, "predicted", [1, 0]),
-        ([1, 1, 1], 2, "predicted", [0, 0]),
-        ([0, 0], 1, "legacy", [0]),
-        ([1, 1], 2, "legacy", [0]),  # f_2 does not exist
+        ([0, 0, 1, 1, 0, 1, 1, 0], 1, [1, 1, 0, 1, 1, 0, 0]),
+        ([0, 0, 1, 1, 0, 1, 1, 0], 2, [1, 0, 1, 1, 0, 0, 0]),
+        ([1, 0, 0, 0], 1, [0, 0, 0]),
+        ([1], 1, []),
+        ([1, 1], 1, [0]),  # input 0 would predict t_2
+        ([0, 0, 1], 1, [1, 0]),
+        ([1, 1, 1], 2, [0, 0]),
     ],
 )
-def test_trained_positions_by_hand(mask, horizon, rule, want):
-    got = trained(np.array(mask, dtype=np.uint8), horizon, rule)
+def test_trained_positions_by_hand(mask, horizon, want):
+    got = trained(np.array(mask, dtype=np.uint8), horizon)
     assert (got.dtype, got.astype(int).tolist()) == (bool, want)
 
 
 # -- the shift ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["predicted", "legacy"])
 @pytest.mark.parametrize("lengths", [[7], [4, 9, 2], [1, 3], [2, 2], [1]])
-def test_collate_shifts_by_one(lengths, rule):
+def test_collate_shifts_by_one(lengths):
     rows = [row_of(length, seed) for seed, length in enumerate(lengths)]
     totals, inputs, zero = {1: 5, 2: 3}, max(lengths) - 1, torch.zeros(D)
-    batch = collate(rows, Horizons([1, 2], rule), totals)
+    batch = collate(rows, Horizons([1, 2]), totals)
     assert batch.tokens_BT.shape == (len(rows), inputs)
     assert batch.hidden_BTD.shape == batch.labels_BTD.shape == (len(rows), inputs, D)
     assert batch.totals == totals
@@ -90,17 +79,7 @@ def test_collate_shifts_by_one(lengths, rule):
             assert torch.equal(batch.labels_BTD[b, i], row.hidden_TD[i + 1] if real else zero)
             assert batch.tokens_BT[b, i] == (row.input_ids[i + 1] if real else 0)
             for h in (1, 2):
-                assert mask_of(batch, h)[b, i] == bool(real and trained(row.loss_mask, h, rule)[i])
-
-
-def test_a_trained_position_always_has_its_label_and_its_token():
-    for length in range(1, 9):
-        row = row_of(length, length, mask=[1] * length)
-        for rule in ("predicted", "legacy"):
-            for horizon in (1, 2, 3):
-                for i in trained(row.loss_mask, horizon, rule).nonzero()[0]:
-                    assert i + horizon <= length - 1  # f_{i+h} exists
-                    assert rule == "legacy" or i + 1 + horizon <= length - 1
+                assert mask_of(batch, h)[b, i] == bool(real and trained(row.loss_mask, h)[i])
 
 
 # -- noise ----------------------------------------------------------------------------------------------------------
@@ -134,13 +113,13 @@ def make_head(seed: int = 0) -> LMHead:
     return LMHead(torch.randn(V, D, generator=torch.Generator().manual_seed(seed)) / 2)
 
 
-def direct(prediction_BTD, rows, horizon, head, rule="predicted"):
+def direct(prediction_BTD, rows, horizon, head):
     """Position by position in fp64, from the rows themselves: (regression, classification, agree, positions)."""
     weight = head.linear.weight.double()
     regression = classification = torch.zeros((), dtype=torch.float64)
     agree = positions = 0
     for b, row in enumerate(rows):
-        for i in trained(row.loss_mask, horizon, rule).nonzero()[0].tolist():
+        for i in trained(row.loss_mask, horizon).nonzero()[0].tolist():
             predicted, label = prediction_BTD[b, i].double(), row.hidden_TD[i + horizon].double()
             distance = (predicted - label).abs()
             regression = regression + torch.where(distance < 1, distance**2 / 2, distance - 0.5).mean()
@@ -250,7 +229,6 @@ CONFIGS = {
     "eagle": EagleConfig(kind="eagle"),
     "jakiro": JakiroConfig(kind="jakiro", window=4),
     "reduced": JakiroConfig(kind="jakiro", vocabulary=100),
-    "two-step": JakiroConfig(kind="jakiro", ttt_steps=2, window=3),
     "eagle3": Eagle3Config(ttt_steps=3, fc_norm=True, norm_output=True),
     "eagle3, masked": Eagle3Config(ttt_steps=2, vocabulary=100),
     "eagle3, a window": Eagle3Config(ttt_steps=2, norm_before_fc=True, qk_norm=True, window=4),
@@ -268,7 +246,7 @@ CONFIGS = {
 
 
 OTHERS = {
-    "gumiho": GumihoConfig(mlps=3, blocks=2, window=3),
+    "gumiho": GumihoConfig(window=3),
     "p-eagle": PEagleConfig(layers=2, depths=4, vocabulary=100),
     "medusa": MedusaConfig(heads=3, vocabulary=100),
     "medusa, the target's head": MedusaConfig(own_head=False, objective="soft-ce"),
@@ -377,12 +355,11 @@ def test_packed_dialogues_do_not_see_each_other(any_draft):
     assert not torch.allclose(seen[2], gradient, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("rule", ["predicted", "legacy"])
-def test_an_answer_at_position_0_that_is_packed_second_trains_as_it_does_alone(draft, rule):
+def test_an_answer_at_position_0_that_is_packed_second_trains_as_it_does_alone(draft):
     """A template without a header: nothing stands before its first token but another dialogue."""
     kinds = {"width": 32, "vocabulary": 260, "layers": 3}
     rows = [row_of(9, 1, [0, 0] + [1] * 7, **kinds), row_of(8, 2, [1] * 6 + [0] * 2, **kinds)]
-    auxiliary, objective = range(len(draft.needs.auxiliary)), objective_of(draft.config, rule)
+    auxiliary, objective = range(len(draft.needs.auxiliary)), objective_of(draft.config)
     found = [
         gradient_of(
             draft,
@@ -584,7 +561,7 @@ def test_gumihos_later_losses_are_of_two_steps_of_the_serial_part(loaded_target,
     """MLP j at input i takes fc of (t_{i+2}, F_i) and (t_{i+3}, F_{i+1}), and is told f_{i+3+j}; the classifications
     count from a step on.
     """
-    draft = build(GumihoConfig(mlps=2, blocks=1, regression_steps=5), shapes_of(loaded_target.config))
+    draft = build(GumihoConfig(regression_steps=5), shapes_of(loaded_target.config))
     draft.initialise(0)
     draft.bind(embed_head)
     row = wide_rows()[0]

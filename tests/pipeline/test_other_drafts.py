@@ -20,7 +20,7 @@ from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts import DRAFTS, build, objective_of
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config
-from pipeline.drafts.gumiho import GumihoConfig
+from pipeline.drafts.gumiho import MLPS, GumihoConfig
 from pipeline.drafts.hydra import HydraConfig
 from pipeline.drafts.jakiro import JakiroConfig
 from pipeline.drafts.parallel.medusa import MedusaConfig
@@ -118,7 +118,7 @@ def test_along_the_text_decoding_answers_what_training_predicts(drafts, text, na
 
 @pytest.mark.parametrize(
     "config",
-    [EagleConfig(ttt_steps=2, window=4), JakiroConfig(ttt_steps=2, window=4), Eagle3Config(ttt_steps=2, window=4)],
+    [EagleConfig(window=4), JakiroConfig(window=4), Eagle3Config(ttt_steps=2, window=4)],
 )
 def test_a_window_hides_the_same_inputs_in_training_and_in_decoding(loaded_target, embed_head, config):
     """Those that are not among the last four, which the cache forgets; so a step on the draft's own feature agrees. In
@@ -187,10 +187,10 @@ def test_gumihos_three_forwards_by_hand(drafts, text, name):
     second = stepped(draft, state, first, a, 1)
     two = serial(torch.cat([true, one[None]]), torch.cat([following, torch.tensor([a])]))[-1]
     assert torch.allclose(second.logits_LWU[0][-1], draft.logits(two), atol=1e-4)
-    third = stepped(draft, state, second, b, 2, levels=draft.config.mlps)
+    third = stepped(draft, state, second, b, 2, levels=MLPS)
     embedding = draft.embed_head.embedding_VD
     pair = torch.cat([draft.fc(torch.cat([embedding[token], f])) for token, f in ((a, one), (b, two))])
-    assert len(third.logits_LWU) == draft.config.mlps
+    assert len(third.logits_LWU) == MLPS
     for j, logits in enumerate(third.logits_LWU):
         assert torch.allclose(logits[-1], draft.logits(draft.mlp.mlp[j](pair)), atol=1e-4)
 
@@ -392,12 +392,9 @@ def test_dialogues_too_short_for_a_horizon_have_no_loss_there(loaded_target, emb
 @pytest.mark.parametrize(
     ("kind", "settings", "said"),
     [
-        ("gumiho", {"decay": 0.9}, "decay: Gumiho's serial part"),
-        ("gumiho", {"mlps": 1}, "mlps=1"),
         ("skipper", {"sparsity": 1.5}, "sparsity=1.5"),
         ("skipper", {"sparsity": [0.0, 1.0]}, "some of them between"),
         ("skipper", {"sparsity": [0.3, 0.5]}, "the first block has to compute every token"),
-        ("skipper", {"router_width": 1}, "router_width=1"),
         ("medusa", {"head_bias": True, "own_head": False}, "head_bias=true is of heads of their own"),
         ("small-llama", {"width": 30}, "width=30 is no even multiple"),
         ("hydra", {"embedding_scale": 0.0}, "expected more than 0"),

@@ -16,6 +16,7 @@ from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts import make, make_untrained
 from pipeline.drafts.lookup.corpus import Corpus
 from pipeline.drafts.lookup.prompt_lookup import PromptLookupConfig
+from pipeline.drafts.lookup.suffixes import LONGEST
 from pipeline.drafts.parts.layers import shapes_of
 from tests.pipeline.scripted import paths_of
 from tests.pipeline.taught import NEVER, greedy, prompt_of
@@ -37,7 +38,7 @@ def test_what_followed_the_longest_suffix_comes_first():
 
 
 def test_of_equal_matches_the_latest_comes_first():
-    assert paths_of(proposed(b"a1 a2 a", depth=1, nodes=3, longest=1))[1:] == [(ord("2"),), (ord("1"),)]
+    assert paths_of(proposed(b"a1!a2 a", depth=1, nodes=3))[1:] == [(ord("2"),), (ord("1"),)]
 
 
 def test_continuations_that_begin_alike_share_their_nodes():
@@ -48,8 +49,6 @@ def test_continuations_that_begin_alike_share_their_nodes():
 def test_a_text_that_repeats_nothing_has_a_tree_of_its_root():
     assert proposed(b"abc").tokens == [ord("c")]
     assert proposed(b"a").tokens == [ord("a")]
-    assert proposed(b"xa1 ya", shortest=2).tokens == [ord("a")]
-    assert len(proposed(b"xa1 xa", shortest=2).tokens) > 1
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 4), st.integers(1, 3), st.integers(2, 9))
@@ -114,12 +113,12 @@ class Letters:
         return {"input_ids": list(text.encode())}
 
 
-def by_hand(corpus, text, longest):
+def by_hand(corpus, text):
     """Places of the corpus whose last tokens are those that end the text, by how many agree."""
     found = {}
     for place in range(len(corpus) - 1):
         length = 0
-        while length < min(longest, place + 1, len(text)) and corpus[place - length] == text[-1 - length]:
+        while length < min(LONGEST, place + 1, len(text)) and corpus[place - length] == text[-1 - length]:
             length += 1
         if length:
             found[place] = length
@@ -129,19 +128,16 @@ def by_hand(corpus, text, longest):
 @given(
     st.lists(st.integers(0, 3), min_size=2, max_size=30),
     st.lists(st.integers(0, 4), min_size=1, max_size=20),
-    st.integers(1, 9),
-    st.integers(1, 3),
 )
-def test_a_corpus_finds_every_place_the_longest_agreement_first(corpus, text, longest, shortest):
-    found = Corpus(corpus, longest).matches(text, shortest)
-    want = {place: n for place, n in by_hand(corpus, text, longest).items() if n >= shortest}
-    assert dict(found) == want and len(found) == len(want)
+def test_a_corpus_finds_every_place_the_longest_agreement_first(corpus, text):
+    found = Corpus(corpus).matches(text)
+    assert dict(found) == by_hand(corpus, text) and len(found) == len(dict(found))
     assert [n for _, n in found] == sorted((n for _, n in found), reverse=True)
 
 
 def test_of_too_many_places_of_a_corpus_some_are_looked_at():
-    found = Corpus([7] * 200, 4).matches([7] * 9, 1)
-    assert len(found) == 32 and {length for _, length in found} == {4} and all(3 <= place < 199 for place, _ in found)
+    found = Corpus([7] * 200).matches([7] * 9)
+    assert len(found) == 32 and {length for _, length in found} == {8} and all(7 <= place < 199 for place, _ in found)
 
 
 def test_the_text_itself_comes_before_a_corpus_that_agrees_as_long(tmp_path):
@@ -190,8 +186,6 @@ def test_a_corpus_stays_on_this_machine():
 
 
 def test_settings_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match="shortest=3 is more than longest=2"):
-        PromptLookupConfig(longest=2, shortest=3)
     with pytest.raises(ValueError, match="no ranks for a static tree"):
         PromptLookupConfig().resolve(TreeConfig(paths="eagle-1"))
     with pytest.raises(ValueError, match="needs several experts"):

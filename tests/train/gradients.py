@@ -76,7 +76,7 @@ def weights_of(engine: Engine, draft: TrainedDraft) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in copy.state_dict().items()}
 
 
-def after_a_broken_step(dtype: str, stage: int, not_finite: str) -> str:
+def after_a_broken_step(dtype: str, stage: int) -> str:
     config = TrainConfig(
         dtype=dtype,
         zero_stage=stage,
@@ -84,7 +84,6 @@ def after_a_broken_step(dtype: str, stage: int, not_finite: str) -> str:
         global_batch=2,
         learning_rate=1e-2,
         warmup_steps=1,
-        not_finite=not_finite,
     )
     draft = build(EagleConfig(kind="eagle"), SHAPES)
     draft.initialise(0)
@@ -98,14 +97,9 @@ def after_a_broken_step(dtype: str, stage: int, not_finite: str) -> str:
         try:
             engine.advance(one_batch(2))
         except PipelineError as error:
-            return str(error).split(".")[0]
-        left_out = engine.left_out
-        same = all(torch.equal(value, before[name]) for name, value in weights_of(engine, draft).items())
-        engine.advance(one_batch(3))
-        moved = engine.weights_finite() and any(
-            not torch.equal(value, before[name]) for name, value in weights_of(engine, draft).items()
-        )
-        return f"left out {left_out}, weights {'as before' if same and moved else 'CHANGED'}"
+            same = all(torch.equal(value, before[name]) for name, value in weights_of(engine, draft).items())
+            return f"{str(error).split('.')[0]}; weights {'as before' if same else 'CHANGED'}"
+        return "no error"
 
 
 def main() -> None:
@@ -113,8 +107,7 @@ def main() -> None:
     start_distributed()
     for dtype, stages in (("float32", (0, 1, 2)), ("bfloat16", (0, 1, 2, 3))):
         for stage in stages:
-            found = {kind: after_a_broken_step(dtype, stage, kind) for kind in ("stop", "skip")}
-            sys.stdout.write(f"{dtype} ZeRO-{stage} stop: {found['stop']}; skip: {found['skip']}\n")
+            sys.stdout.write(f"{dtype} ZeRO-{stage}: {after_a_broken_step(dtype, stage)}\n")
 
 
 if __name__ == "__main__":

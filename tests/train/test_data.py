@@ -45,7 +45,7 @@ def config(**changes) -> TrainConfig:
 
 def batches(store, seed=5, rank=0, ranks=1, horizons=(1, 2), **changes) -> Batches:
     settings = config(**changes)
-    return Batches(store, settings, Horizons(horizons, settings.mask), Needs(), seed, rank, ranks)
+    return Batches(store, settings, Horizons(horizons), Needs(), seed, rank, ranks)
 
 
 def dialogues_of(one: Batches, step: int) -> list[int]:
@@ -157,14 +157,13 @@ def test_what_a_dialogue_trains_on_does_not_depend_on_ranks(store, ranks, micro,
         assert contents(parts) == contents(reference.micro_batches(step)) and len(contents(parts)) == 8
 
 
-@pytest.mark.parametrize("rule", ["predicted", "legacy"])
-def test_totals_count_the_whole_global_batch(store, rule):
-    shares = [batches(store, rank=rank, ranks=2, mask=rule) for rank in (0, 1)]
+def test_totals_count_the_whole_global_batch(store):
+    shares = [batches(store, rank=rank, ranks=2) for rank in (0, 1)]
     for step in range(shares[0].order.steps):
         parts = [part for share in shares for part in share.micro_batches(step)]
         for horizon in (1, 2):
             masks = [dialogue(number).loss_mask for number in dialogues_of(shares[0], step)]
-            want = sum(int(trained(mask, horizon, rule).sum()) for mask in masks)
+            want = sum(int(trained(mask, horizon).sum()) for mask in masks)
             assert {part.totals[horizon] for part in parts} == {want}
             assert sum(len(part.positions[horizon]) for part in parts) == want
 
@@ -183,9 +182,6 @@ def test_noise_differs_by_epoch_and_can_be_switched_off(store):
     common = first.keys() & later.keys()
     assert common and all(not np.array_equal(first[number], later[number]) for number in common)
     assert all(0.1 < np.abs(offset).max() <= 0.5 + 1e-6 for offset in first.values())
-    noisy = batches(store, noise=0.5, noise_scaling="legacy")  # EAGLE's code
-    for number, offset in offsets(0).items():
-        np.testing.assert_allclose(offset, first[number] * 512 / len(dialogue(number).input_ids), rtol=1e-4, atol=1e-5)
     for number, (hidden, *_) in contents(clean.micro_batches(0)).items():
         assert hidden == tuple(dialogue(number).hidden_TD[:-1].flatten().tolist())
 

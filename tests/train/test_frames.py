@@ -32,13 +32,13 @@ DRAFTS = {
         "objective": "acceptance",
         "balance_loss": 0.01,
     },
-    "gumiho": {"kind": "gumiho", "mlps": 2, "blocks": 1, "regression_steps": 4},
+    "gumiho": {"kind": "gumiho", "regression_steps": 4},
     "p-eagle": {"kind": "p-eagle", "layers": 2, "depths": 3, "vocabulary": 128},
     "medusa": {"kind": "medusa", "heads": 3},
     "dflash": {"kind": "dflash", "layers": 2, "block": 6, "anchors": 24, "dpace": 0.5},
     "dspark": {"kind": "dspark", "layers": 2, "block": 5, "anchors": 24, "rank": 16, "vocabulary": 128},
     "skipper": {"kind": "skipper", "sparsity": [0.0, 0.5]},
-    "small-llama": {"kind": "small-llama", "width": 32, "mlp_width": 48, "attention_heads": 2},
+    "small-llama": {"kind": "small-llama", "width": 32, "mlp_width": 48},
     "hydra": {"kind": "hydra", "heads": 3, "blocks": 2, "vocabulary": 128},
 }
 

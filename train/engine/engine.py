@@ -31,7 +31,6 @@ from train.engine.ranks import LOOPBACK, fail_together, meet_on_host, place_on_h
 from train.engine.resume import BEST, FORMAT, RESUME, digests, read_state, require_whole, tag_of, written_by
 from train.engine.universal import convert
 
-IN_A_ROW = 10  # steps in which something may be left out
 # For a rank that does not answer. One that died ends the others through the launcher, or by its pulse on another host.
 PATIENCE = timedelta(minutes=30)
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
@@ -147,34 +146,25 @@ class Engine:
         )
         self._draft, self._accumulation = draft, accumulation
         self.device, self.dtype = self._engine.device, DTYPES[config.dtype]
-        self.left_out: list[str] = []  # of the last step: what was not finite
-        self.turns_left_out = 0  # of the last step
+        self.overflowed = False  # the last step's gradient, in float16
         self._dropped = False  # the last step's gradient
-        self._in_a_row = 0  # steps that left something out
         self.step, self.progress = (state["step"], state["progress"]) if state else (0, {})
         if state:
             self._load(self._universal(state["tag"]) if universal else state["tag"])
 
     def advance(self, batches: list[Batch]) -> dict[str, dict[str, float]]:
-        """One optimiser step over this rank's micro-batches; returns the raw loss sums of all ranks, by branch, and
-        leaves in `left_out` what took no part.
+        """One optimiser step over this rank's micro-batches; returns the raw loss sums of all ranks, by branch.
 
         Each micro-batch's loss is its sum over the global batch's count; DeepSpeed divides by accumulation and ranks,
-        which is multiplied back here, so that the gradient is that of one large batch. Where a loss or gradient is not
-        finite, raises PipelineError (once a step: nothing is saved before) or leaves that turn's micro-batches out on
-        all ranks, as the recipe says.
+        which is multiplied back here, so that the gradient is that of one large batch. Raises PipelineError where a
+        loss or gradient is not finite (once a step: nothing is saved before).
         """
         pooled: dict[str, dict[str, torch.Tensor]] = {}
         self._engine.train()
-        self.left_out, self.turns_left_out = [], 0
         self.step, self._dropped = self.step + 1, False
         for batch in batches:
             batch = batch.to(self.device, self.dtype)
             loss, sums = self._engine(batch)
-            if self._config.not_finite == "skip" and not self._finite_everywhere(loss):
-                self._leave_out([batch], sums)
-                batch = batch.emptied()
-                loss, sums = self._engine(batch)
             self._engine.backward(loss * (self.ranks * self._accumulation))
             self._engine.step()
             add_sums(pooled, sums)
@@ -182,19 +172,12 @@ class Engine:
         if not all(math.isfinite(value) for parts in totals.values() for value in parts.values()):
             raise self._not_finite("; ".join(self._blamed(batches, pooled)))
         self._look_at_gradient()
-        self._in_a_row = self._in_a_row + 1 if self.turns_left_out else 0
-        if self._in_a_row > IN_A_ROW:
-            raise self._not_finite(f"{self._in_a_row} steps in a row, the last one: {'; '.join(self.left_out)}")
         return totals
 
     def _finite_everywhere(self, loss: torch.Tensor) -> bool:
         bad = (~loss.detach().isfinite()).to(torch.int32)
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)
         return not bad.item()
-
-    def _leave_out(self, batches: list[Batch], sums: dict[str, dict[str, torch.Tensor]]) -> None:
-        self.left_out += self._blamed(batches, sums)
-        self.turns_left_out += 1
 
     def _blamed(self, batches: list[Batch], sums: dict[str, dict[str, torch.Tensor]]) -> list[str]:
         """What is not finite in these micro-batches of every rank, by dialogue. Raises PipelineError where it is the
@@ -227,21 +210,16 @@ class Engine:
         """Where a gradient is not finite no step is taken. In float16 that is how the loss scale is found; else it is a
         fault.
         """
-        if self._engine.was_step_applied() and not self._dropped:
-            return
-        if self._config.dtype == "float16":
-            self.left_out.append("the whole step: a gradient overflowed float16, the loss scale is lowered")
-        elif self._config.not_finite == "stop":
+        fine = self._engine.was_step_applied() and not self._dropped
+        if not fine and self._config.dtype != "float16":
             raise self._not_finite("a gradient")
-        else:
-            self.left_out.append("the whole step: a gradient")
-            self.turns_left_out += 1
+        self.overflowed = not fine
 
     def _not_finite(self, what: str) -> PipelineError:
         return PipelineError(
             f"step {self.step}: not finite: {what}. Features: dump that shard again (jakiro verify). "
-            "Else lower train.learning_rate, or train in bfloat16 or float32 if this was float16; "
-            "train.not_finite='skip' leaves such batches out. Run again to resume from the last saved state"
+            "Else lower train.learning_rate, or train in bfloat16 or float32 if this was float16. Run again to resume "
+            "from the last saved state"
         )
 
     def weights_finite(self) -> bool:
@@ -356,8 +334,8 @@ class Engine:
         tags = self.gathered(state and state["tag"])
         if len(set(tags)) > 1:
             raise PipelineError(
-                f"the ranks see different resume states in {folder} ({', '.join(map(str, tags))}): `output`, or "
-                "`train.resume`, has to be one folder that all nodes see"
+                f"the ranks see different resume states in {folder} ({', '.join(map(str, tags))}): `output` has to be "
+                "one folder that all nodes see"
             )
         if state is None:
             return None

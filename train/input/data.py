@@ -71,13 +71,12 @@ class Batches:
         return out
 
     def _noise(self, rows: list[list[int]], epoch: int) -> Iterator[Noise]:
-        """Of each dialogue, by its epoch; "legacy" scales it by 512 / T (EAGLE's code)."""
+        """Of each dialogue, by its epoch."""
         for b, numbers in enumerate(rows):
             first = 0
             for number in numbers:
                 inputs = len(self._store.texts.ids(number)) - 1
-                scale = 512 / (inputs + 1) if self._config.noise_scaling == "legacy" else 1.0
-                yield Noise(b, first, inputs, self._config.noise * scale, (self._seed, epoch, number))
+                yield Noise(b, first, inputs, self._config.noise, (self._seed, epoch, number))
                 first += inputs
 
     def from_step(self, first: int, device: torch.device = CPU) -> Iterator[tuple[int, list[Batch]]]:

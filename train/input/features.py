@@ -56,8 +56,7 @@ def open_checked(recipe: Recipe, expected: FeatureSpec) -> Stores:
     or where the recipe's keys need answers that are not there.
     """
     with fail_together():
-        if recipe.train.verify_checksums:
-            _require_whole(recipe)
+        _require_whole(recipe)
         return stores(recipe, expected)
 
 
@@ -129,7 +128,7 @@ def require_shared(folder: Path) -> None:
     with fail_together():
         if not mark.exists():
             raise PipelineError(
-                f"{folder} on {socket.gethostname()} is not the one of rank 0, but resume states need a folder that "
-                "all nodes see: name one as train.resume, or as output. features.keep='window' needs such an output"
+                f"{folder} on {socket.gethostname()} is not the one of rank 0, but resume states need an output that "
+                "all nodes see"
             )
     mark.unlink(missing_ok=True)  # all have looked

@@ -162,13 +162,12 @@ class _Arriving(dict[int, Any]):
         """
         source = self._recipe.features_dir
         try:
-            verify = self._recipe.train.verify_checksums
             if self._store is not None:
                 with fetching(self._folder):  # once for all ranks of this node
-                    for file in (file for file in record.files if damage(self._folder, file, verify)):
+                    for file in (file for file in record.files if damage(self._folder, file)):
                         self._store.get(file.name, self._folder, file.sha256)
             for file in record.files if self._store is None else ():
-                if reason := damage(self._folder, file, verify):
+                if reason := damage(self._folder, file):
                     raise PipelineError(f"{kind_of(file)} {self._folder / file.name}: {reason}. Run again")
             return self._reader(self._folder, record, self._spec)
         except (PipelineError, OSError) as error:

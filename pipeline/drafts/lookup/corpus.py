@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.basics.errors import PipelineError
-from pipeline.drafts.lookup.suffixes import LOOKED_AT
+from pipeline.drafts.lookup.suffixes import LONGEST, LOOKED_AT
 
 
 def corpus_sha256(path: str) -> str:
@@ -48,30 +48,29 @@ def _refused(name: str, why: str) -> PipelineError:
 
 
 class Corpus:
-    def __init__(self, tokens: Sequence[int], longest: int):
+    def __init__(self, tokens: Sequence[int]):
         self.tokens = list(tokens)
         self._backwards = self.tokens[::-1]
         rank, known = np.unique(np.array(self._backwards), return_inverse=True)[1], 1
-        while known < longest:  # ranks of runs of `known` tokens become those of runs twice as long
+        while known < LONGEST:  # ranks of runs of `known` tokens become those of runs twice as long
             beyond = np.concatenate([rank[known:] + 1, np.zeros(min(known, len(rank)), dtype=rank.dtype)])
             rank = np.unique(rank * (len(rank) + 1) + beyond, return_inverse=True)[1]
             known *= 2
         self._order: list[int] = np.argsort(rank, kind="stable").tolist()  # places of the reversed text
-        self._longest = longest
 
-    def matches(self, tokens: list[int], shortest: int) -> list[tuple[int, int]]:
+    def matches(self, tokens: list[int]) -> list[tuple[int, int]]:
         """Places whose last tokens are those that end `tokens`, with how many agree: at most `LOOKED_AT`, the longest
         agreement first.
         """
         ranges, low, high = [], 0, len(self._order)
-        for depth, token in enumerate(reversed(tokens[-self._longest :])):
+        for depth, token in enumerate(reversed(tokens[-LONGEST:])):
             before = partial(self._before, depth)
             low, high = (bisect(self._order, token, low, high, key=before) for bisect in (bisect_left, bisect_right))
             if low == high:
                 break
             ranges.append((low, high))
         found: dict[int, int] = {}
-        for length in range(len(ranges), shortest - 1, -1):
+        for length in range(len(ranges), 0, -1):
             low, high = ranges[length - 1]
             for backwards in sorted(self._order[low : min(high, low + LOOKED_AT + 1)]):  # of too many any; latest first
                 if len(found) == LOOKED_AT:

@@ -17,11 +17,9 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Draws, Pool, RoundInput
 from pipeline.decoding.tree import Tree, build_tree
 from pipeline.drafts.lookup.corpus import Corpus, read_corpus
-from pipeline.drafts.lookup.suffixes import SuffixIndex
+from pipeline.drafts.lookup.suffixes import LONGEST, SuffixIndex
 from pipeline.drafts.parts.base import DraftConfig
 from pipeline.lm.states import Needs
-
-LONGEST = 32  # tokens of a suffix that may be compared: each length takes memory and time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,16 +29,9 @@ class PromptLookupConfig(DraftConfig):
     may_be_secondary: ClassVar = True
 
     kind: Literal["prompt-lookup"] = "prompt-lookup"
-    longest: int = 8  # tokens of a suffix that are compared
-    shortest: int = 1
     corpus: str | None = None  # a text file that is copied from, too (corpus.py); a release does not hold it
 
     def __post_init__(self):
-        self.at_least(1, "longest", "shortest")
-        if self.longest > LONGEST:
-            raise ValueError(f"longest={self.longest}: expected at most {LONGEST}, each length costs memory and time")
-        if self.shortest > self.longest:
-            raise ValueError(f"shortest={self.shortest} is more than longest={self.longest}")
         if self.corpus is not None:
             self._set("corpus", str(Path(self.corpus).expanduser().absolute()))  # whoever reads it, wherever
 
@@ -79,14 +70,14 @@ class PromptLookup:
         """Takes in its corpus, where its settings name one. Raises PipelineError for what is no text."""
         if self.config.corpus is not None:
             tokens = read_corpus(self.config.corpus, tokenizer())
-            self._corpus = Corpus(tokens, self.config.longest)
+            self._corpus = Corpus(tokens)
 
     def packable(self) -> list[Any]:
         """What decodes: nothing."""
         return []
 
     def open(self) -> SuffixIndex:
-        return SuffixIndex(self.config.shortest, self.config.longest)
+        return SuffixIndex()
 
     def propose(
         self, state: SuffixIndex, inputs: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Any = None
@@ -96,7 +87,7 @@ class PromptLookup:
 
     def pool(self, state: SuffixIndex, inputs: RoundInput, tree: TreeConfig, count: int, timer: Any = None) -> Pool:
         """A score is how many tokens agreed before the continuation; those that are not the first choice at some node
-        have `longest` less, so that any first choice has more.
+        have LONGEST less, so that any first choice has more.
         """
         found = Pool([], [], [])
         children: list[dict[int, int]] = [{}]  # of each node: token -> its child
@@ -111,7 +102,7 @@ class PromptLookup:
                     children.append({})
                     found.tokens.append(token)
                     found.parents.append(above)
-                    found.scores.append(float(length if first else length - self.config.longest))
+                    found.scores.append(float(length if first else length - LONGEST))
                 above = children[above][token]
                 first = first and found.scores[above - 1] > 0
             if len(found.tokens) == count:
@@ -124,7 +115,7 @@ class PromptLookup:
         found = [(tokens, *match) for match in state.matches(tokens)]
         if self._corpus is None:
             return found
-        found += [(self._corpus.tokens, *match) for match in self._corpus.matches(tokens, self.config.shortest)]
+        found += [(self._corpus.tokens, *match) for match in self._corpus.matches(tokens)]
         return sorted(found, key=lambda match: -match[2])
 
     def accept_probability(self, depth: int, score: float) -> float:

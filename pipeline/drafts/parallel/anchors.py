@@ -38,14 +38,14 @@ class BlockObjective(Objective):
     """Of a draft whose settings have `anchors`, `gamma`, `dpace` and `trains_behind_gaps`."""
 
     def positions(self, ids: np.ndarray, loss_mask: np.ndarray, seed: Seed = ()) -> dict[Group, Positions]:
-        anchors = (trained(loss_mask, 1, self._rule) & loss_mask[1:].astype(bool)).nonzero()[0]
+        anchors = (trained(loss_mask, 1) & loss_mask[1:].astype(bool)).nonzero()[0]
         if len(anchors) > self.config.anchors:
             random = np.random.default_rng((STREAM, *seed))
             anchors = np.sort(random.choice(anchors, self.config.anchors, replace=False))
         found: dict[Group, Positions] = {}
         unbroken = np.ones(len(anchors), dtype=bool)
         for place in self.groups:
-            kept = trained(loss_mask, int(place), self._rule)[anchors]
+            kept = trained(loss_mask, int(place))[anchors]
             if not self.config.trains_behind_gaps:
                 unbroken = kept = kept & unbroken
             inputs = torch.from_numpy(anchors[kept])

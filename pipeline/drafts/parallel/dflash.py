@@ -28,14 +28,14 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import DraftOutput, DraftRequest, RoundInput
 from pipeline.drafts.parallel.anchors import decayed
 from pipeline.drafts.parallel.mask import MASK, Masked, mask_fact
-from pipeline.drafts.parts.base import DraftConfig, fused, require_layers
+from pipeline.drafts.parts.base import DenseConfig, FusedConfig, MaskConfig, VocabularyConfig, WindowConfig
 from pipeline.drafts.parts.layers import AttentionBlock, layer_config, norm, rotary, swiglu
 from pipeline.drafts.parts.losses import LossKind, Term, named
 from pipeline.drafts.parts.module import TrainedDraft
 from pipeline.drafts.parts.one_layer import WINDOW, DraftState, window_facts
 from pipeline.drafts.parts.released import AUXILIARY, LAYER_KEYS, UNSAID, Facts, Names, Released
 from pipeline.lm.attention import SLIDING, additive
-from pipeline.lm.states import Needs, States
+from pipeline.lm.states import States
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
@@ -44,45 +44,35 @@ TOGETHER = 256  # places whose blocks share a mask in training: it grows with th
 
 
 @dataclass(frozen=True, kw_only=True)
-class DFlashConfig(DraftConfig):
+class DFlashConfig(FusedConfig, DenseConfig, MaskConfig, WindowConfig, VocabularyConfig):
     description: ClassVar = "DFlash ([2602.06036](https://arxiv.org/abs/2602.06036)), blocks of tokens in one forward,"
     trains_behind_gaps: ClassVar[bool] = True  # places of a block behind a user's turn in it
 
     kind: Literal["dflash"] = "dflash"
-    vocabulary: int | None = None  # reduced draft vocabulary: the most frequent ids of the training answers
     layers: int = 5
-    mlp_width: int | None = None  # default: the target's
     block: int = 16  # places; one forward guesses one token less
-    auxiliary_layers: list[int] | None = None  # of the target, from 1; default: as many as `layers`, from 2 to L - 2
-    mask_token: int | None = None  # an id that no text has; default: the highest one that the training texts lack
     anchors: int = 512  # blocks of a dialogue in one step, at most
-    window: int | None = None  # positions that a place sees, from itself back; at least a block; default: all
     causal: bool = False  # a place sees its block up to itself, not all of it
     gamma: float = 7.0  # of the loss: place k weighs exp(-(k - 1) / gamma)
     dpace: float | None = None  # instead of it D-PACE's weights with this alpha, 0.5 in its paper
     objective: LossKind = "hard-ce"
 
     def __post_init__(self):
-        self.at_least(1, "vocabulary", "layers", "mlp_width", "anchors")
+        super().__post_init__()
+        self.at_least(1, "layers", "anchors")
         self.at_least(2, "block")
         self.at_least(self.block, "window")
-        self.at_least(0, "mask_token")
-        require_layers(self.auxiliary_layers)
         if not self.gamma > 0:
             raise ValueError(f"gamma={self.gamma}: expected more than 0")
         if self.dpace is not None and not (0 <= self.dpace <= 1 and self.objective == "hard-ce"):
             raise ValueError(f"dpace={self.dpace}: expected 0 to 1, with objective='hard-ce'")
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the settings, without `causal` where it is false: a draft from before it keeps its hash."""
-        return {key: value for key, value in super().to_json().items() if value or key != "causal"}
-
     @property
     def auxiliary(self) -> Sequence[int | str]:
         return self.auxiliary_layers or [f"{self.layers} even"]
 
-    def needs(self, target_layers: int) -> Needs:
-        return fused(self.auxiliary_layers or even_layers(target_layers, self.layers), target_layers)
+    def reference_layers(self, target_layers: int) -> list[int]:
+        return even_layers(target_layers, self.layers)
 
     @property
     def levels(self) -> int:

@@ -29,10 +29,7 @@ class MedusaConfig(HeadsConfig):
     description: ClassVar = "Medusa-1 ([2401.10774](https://arxiv.org/abs/2401.10774)), heads on one hidden state,"
 
     kind: Literal["medusa"] = "medusa"
-    heads: int = 4
-    blocks: int = 1  # residual ones, in each head
     objective: LossKind = "hard-ce"
-    decay: float = 0.8  # of the loss's weight, for each token ahead
 
     def levels_of(self, number: int) -> int:
         return 0 if number else self.heads

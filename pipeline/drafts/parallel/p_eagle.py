@@ -5,7 +5,7 @@ token's embedding, and a learned vector `mask_hidden` where a text's input has t
 position i + s; it sees the text's inputs up to i and those of its own i with lesser depth. Depth s answers with the
 token after that many: the label of horizon s + 1. The first layer is EAGLE-3's, plain ones follow.
 
-Training takes all of a text's inputs and, at depth s, a drawn share max(keep^s, least) of them (PARD's conditional
+Training takes all of a text's inputs and, at depth s, a drawn share max(KEEP^s, LEAST) of them (PARD's conditional
 drop, arXiv 2504.18583): one that is drawn for a depth is drawn for those before it, too.
 """
 
@@ -21,12 +21,13 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.basics.accelerator import sent
 from pipeline.decoding.contract import DraftOutput, DraftRequest, RoundInput
 from pipeline.drafts import eagle3
-from pipeline.drafts.eagle3 import Eagle3Frame, Eagle3FrameConfig
+from pipeline.drafts.eagle3 import DECAY, Eagle3Frame, Eagle3FrameConfig
 from pipeline.drafts.parallel.mask import MASK, Masked, mask_fact
+from pipeline.drafts.parts.base import DenseConfig, MaskConfig
 from pipeline.drafts.parts.layers import AttentionBlock, norm
 from pipeline.drafts.parts.losses import Term, named
 from pipeline.drafts.parts.objective import Objective
-from pipeline.drafts.parts.one_layer import Dense, DraftState, Weights
+from pipeline.drafts.parts.one_layer import Dense, DraftState
 from pipeline.drafts.parts.released import Facts, Released
 from pipeline.features.positions import Group, Positions, Seed
 from pipeline.lm.attention import additive
@@ -36,33 +37,21 @@ if TYPE_CHECKING:
     from pipeline.features.batch import Batch
 
 STREAM = 0x70656167  # of random numbers: apart from others with the same seeds
+KEEP, LEAST = 0.8, 0.2  # the share of inputs that a depth is trained at
 
 
 @dataclass(frozen=True, kw_only=True)
-class PEagleConfig(Eagle3FrameConfig):
+class PEagleConfig(DenseConfig, MaskConfig, Eagle3FrameConfig):
     description: ClassVar = "P-EAGLE, EAGLE-3's layer and plain ones that guess several tokens in one forward,"
 
     kind: Literal["p-eagle"] = "p-eagle"
     layers: int = 4
-    mlp_width: int | None = None  # of each layer; default: the target's
     depths: int = 8  # tokens that a forward guesses
-    mask_token: int | None = None  # an id that no text has; default: the highest one that the training texts lack
-    keep: float = 0.8
-    least: float = 0.2
-    ahead: Weights = Weights(regression=0.0, classification=1.0)  # of depth s, times decay^s
-    ttt_steps: int = 1
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least(1, "layers", "mlp_width")
+        self.at_least(1, "layers")
         self.at_least(2, "depths")
-        self.at_least(0, "mask_token")
-        for key in ("keep", "least"):
-            if not 0 < getattr(self, key) <= 1:
-                raise ValueError(f"{key}={getattr(self, key)}: expected more than 0 and at most 1")
-        for key in ("ttt", "ttt_steps"):
-            if getattr(self, key) != getattr(type(self), key):
-                raise ValueError(f"{key}: P-EAGLE never reads features of its own; set ahead, decay and depths")
 
     @property
     def levels(self) -> int:
@@ -72,13 +61,13 @@ class PEagleConfig(Eagle3FrameConfig):
         return 0 if number else self.depths
 
     def terms(self, step: int) -> list[Term]:
+        """Depth s weighs DECAY^s."""
         names = enumerate(named(1, self.depths))
-        weights = [self.next.of(), *(self.ahead.of(self.decay**s) for s in range(1, self.depths))]
-        return [Term(name, s + 1, weights[s], self.objective) for s, name in names]
+        return [Term(name, s + 1, {"classification": DECAY**s}, self.objective) for s, name in names]
 
     def deepest(self, drawn_N: np.ndarray) -> np.ndarray:
         """How many depths inputs have, by uniform numbers in [0, 1)."""
-        shares = [max(self.keep**s, self.least) for s in range(1, self.depths)]
+        shares = [max(KEEP**s, LEAST) for s in range(1, self.depths)]
         return (drawn_N[:, None] < np.array(shares)).sum(1)
 
 

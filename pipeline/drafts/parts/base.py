@@ -3,30 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.settings import Settings
 from pipeline.decoding.config import TreeConfig
-from pipeline.drafts.parts.losses import Term
+from pipeline.drafts.parts.losses import LossKind, Term
 from pipeline.lm.states import Needs
 
 STARTS = ("start", "start_differs")
-
-
-def require_layers(layers: list[int] | None) -> None:
-    """Raises ValueError for `auxiliary_layers` that are no layers of a target."""
-    if layers is not None and (not layers or layers != sorted(set(layers)) or layers[0] < 1):
-        raise ValueError(f"auxiliary_layers={layers}: expected different layers, from 1, in rising order")
-
-
-def fused(layers: list[int], target_layers: int) -> Needs:
-    """What a draft needs that fuses the outputs of these layers. Raises PipelineError for others than the target's."""
-    if layers[-1] > target_layers:
-        raise PipelineError(
-            f"auxiliary_layers={layers}, but the target has {target_layers} layers, counted from 1: name others"
-        )
-    return Needs(final=False, auxiliary=tuple(layers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +26,6 @@ class DraftConfig(Settings):
     # The draft whose weights training begins with: a folder, or OWNER/NAME@COMMIT of the Hub (train/start.py).
     start: str | None = None
     start_differs: list[str] = field(default_factory=list)  # what of it may be another: "target", "template", a key
-
-    def to_json(self) -> dict[str, Any]:
-        """Without the keys of a start, and a window, where there is none: a draft from before them keeps its hash."""
-        return {key: value for key, value in super().to_json().items() if value or key not in (*STARTS, "window")}
 
     def cold(self) -> Self:
         """What the draft is, whatever its training began with."""
@@ -135,3 +116,78 @@ class DraftConfig(Settings):
                 "draft has them not: use 'plain'"
             )
         return replace(tree, parallel=parallel)
+
+
+# -- keys that several kinds have --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedConfig(DraftConfig):
+    objective: LossKind = "soft-ce"  # of classifications: cross-entropy, or the acceptance itself (losses.py)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularyConfig(TrainedConfig):
+    vocabulary: int | None = None  # reduced draft vocabulary: the most frequent ids of the training answers
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.at_least(1, "vocabulary")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledConfig(Settings):
+    embedding_scale: float = 1.0  # multiplies e(t) on its way into the draft
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.embedding_scale > 0:
+            raise ValueError(f"embedding_scale={self.embedding_scale}: expected more than 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseConfig(Settings):
+    mlp_width: int | None = None  # of each layer; default: the target's
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.at_least(1, "mlp_width")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowConfig(Settings):
+    window: int | None = None  # how many inputs an input sees, itself included; default: all
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedConfig(Settings):
+    """The outputs of several of the target's layers are fused."""
+
+    auxiliary_layers: list[int] | None = None  # of the target, from 1; default: the reference's
+
+    def __post_init__(self):
+        super().__post_init__()
+        layers = self.auxiliary_layers
+        if layers is not None and (not layers or layers != sorted(set(layers)) or layers[0] < 1):
+            raise ValueError(f"auxiliary_layers={layers}: expected different layers, from 1, in rising order")
+
+    def reference_layers(self, target_layers: int) -> list[int]:
+        raise NotImplementedError
+
+    def needs(self, target_layers: int) -> Needs:
+        """Raises PipelineError for other layers than the target's."""
+        layers = self.auxiliary_layers or self.reference_layers(target_layers)
+        if layers[-1] > target_layers:
+            raise PipelineError(
+                f"auxiliary_layers={layers}, but the target has {target_layers} layers, counted from 1: name others"
+            )
+        return Needs(final=False, auxiliary=tuple(layers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskConfig(Settings):
+    mask_token: int | None = None  # an id that no text has; default: the highest one that the training texts lack
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.at_least(0, "mask_token")

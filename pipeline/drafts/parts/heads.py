@@ -7,28 +7,29 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeline.drafts.parts.base import DraftConfig
-from pipeline.drafts.parts.losses import LossKind, OwnHead, Term, named
+from pipeline.drafts.parts.base import VocabularyConfig
+from pipeline.drafts.parts.losses import OwnHead, Term, named
 from pipeline.drafts.parts.module import TrainedDraft
 from pipeline.drafts.parts.released import Facts
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadsConfig(DraftConfig):
-    vocabulary: int | None = None  # reduced draft vocabulary: the most frequent ids of the training answers
-    heads: int
-    blocks: int
+class HeadsConfig(VocabularyConfig):
+    heads: int = 4
+    blocks: int = 1  # residual ones, in each head
     own_head: bool = True  # each has an LM head of its own, which begins as the target's; or all take the target's
     head_bias: bool = False  # as the released Hydra's
-    objective: LossKind
-    decay: float
 
     def __post_init__(self):
-        self.at_least(1, "vocabulary", "heads", "blocks")
+        super().__post_init__()
+        self.at_least(1, "heads", "blocks")
         if self.head_bias and not self.own_head:
             raise ValueError("head_bias=true is of heads of their own: set own_head=true")
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"decay={self.decay}: expected more than 0 and at most 1")
+
+    @property
+    def decay(self) -> float:
+        """Of the loss's weight, for each token ahead: Medusa's."""
+        return 0.8
 
     def terms(self, step: int) -> list[Term]:
         """The head for t_{i+1+k} has horizon k and weight decay^k."""

@@ -37,10 +37,8 @@ Sums = dict[str, dict[str, Tensor]]  # by term, then by name
 class Objective:
     """The default: every trained input is trained towards the states at its terms' horizons."""
 
-    def __init__(self, config: Any, rule: str = "predicted"):
-        """`rule`: which inputs are trained (`positions.trained`)."""
+    def __init__(self, config: Any):
         self.config = config  # the draft's settings, a `DraftConfig`
-        self._rule = rule
 
     @property
     def groups(self) -> list[Group]:
@@ -52,7 +50,7 @@ class Objective:
         return self.config.terms(step)
 
     def positions(self, ids: np.ndarray, loss_mask: np.ndarray, seed: Seed = ()) -> dict[Group, Positions]:
-        return Horizons(sorted(int(group) for group in self.groups), self._rule).positions(ids, loss_mask, seed)
+        return Horizons(sorted(int(group) for group in self.groups)).positions(ids, loss_mask, seed)
 
     def penalties(self, aside: Any, batch: "Batch") -> list[Tensor]:
         """One sum over positions for each penalty term, in their order. `aside`: what the draft's forward

@@ -7,7 +7,7 @@ the attention is the draft's own: a dense MLP (`Dense`), or experts (jakiro.py).
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 from pipeline.basics.accelerator import sent
-from pipeline.basics.settings import Settings
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
-from pipeline.drafts.parts.base import DraftConfig
+from pipeline.drafts.parts.base import VocabularyConfig, WindowConfig
 from pipeline.drafts.parts.layers import AttentionBlock, layer_config, rotary, swiglu
-from pipeline.drafts.parts.losses import LossKind, Term, named
+from pipeline.drafts.parts.losses import Term, named
 from pipeline.drafts.parts.module import TrainedDraft
 from pipeline.drafts.parts.released import Facts
 from pipeline.lm.attention import additive, behind
@@ -32,46 +31,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weights(Settings):
-    """Of a term's two losses."""
+class OneLayerConfig(WindowConfig, VocabularyConfig):
+    """What both frames have."""
 
-    regression: float
-    classification: float
-
-    def of(self, scale: float = 1.0) -> dict[str, float]:
-        """By part; a part without weight is not formed."""
-        parts = {"regression": self.regression * scale, "classification": self.classification * scale}
-        return {name: weight for name, weight in parts.items() if weight or name == "classification"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class OneLayerConfig(DraftConfig):
-    """What both frames have; the weights' defaults are EAGLE's and Jakiro's."""
-
-    vocabulary: int | None = None  # reduced draft vocabulary: the most frequent ids of the training answers
-    embedding_scale: float = 1.0  # multiplies e(t) on its way into the draft
-    # of classifications: cross-entropy, or the acceptance itself (losses.py)
-    objective: LossKind = "soft-ce"
-    next: Weights = Weights(regression=1.0, classification=0.1)
-    ahead: Weights = Weights(regression=1.0, classification=0.05)  # of the token after the next, where it is guessed
-    # Training-time test (EAGLE-3): forwards of a training batch; from the second on, features are the draft's own.
-    ttt_steps: int = 1
-    ttt: Weights = Weights(regression=1.0, classification=0.1)  # of each of these forwards from the second on,
-    decay: float = 1.0  # times this for each forward before it
-    window: int | None = None  # how many inputs of its path an input sees, itself included; default: all
+    next_weights: ClassVar[dict[str, float]]
+    ahead_weights: ClassVar[dict[str, float]]  # of the token after the next, where it is guessed
 
     def __post_init__(self):
-        self.at_least(1, "vocabulary", "ttt_steps")
+        super().__post_init__()
         self.at_least(self.ttt_steps, "window")  # own features are in it
-        if not self.embedding_scale > 0:
-            raise ValueError(f"embedding_scale={self.embedding_scale}: expected more than 0")
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"decay={self.decay}: expected more than 0 and at most 1")
 
     def resolve(self, tree: TreeConfig) -> TreeConfig:
         if self.window and tree.depth > self.window:
             raise ValueError(f"tree.depth={tree.depth} is more than this draft's window={self.window}")
         return super().resolve(tree)
+
+    @property
+    def ttt_steps(self) -> int:
+        """Training-time test (EAGLE-3): forwards of a training batch; from the second on, features are the draft's
+        own. A draft that has several makes this a key.
+        """
+        return 1
 
     @property
     def levels(self) -> int:
@@ -82,14 +62,10 @@ class OneLayerConfig(DraftConfig):
         return self.levels
 
     def terms(self, step: int) -> list[Term]:
-        """Of the next token, of those further ahead, of the forwards on the draft's own features."""
-        ahead = zip(named(1, self.levels), [self.next, *[self.ahead] * (self.levels - 1)], strict=True)
-        found = [Term(name, h, given.of(), self.objective) for h, (name, given) in enumerate(ahead, start=1)]
-        steps = range(2, self.ttt_steps + 1)
-        return [
-            *found,
-            *(Term(f"ttt_{n}", 1, self.ttt.of(self.decay ** (n - 1)), self.objective) for n in steps),
-        ]
+        """Of the next token, and of those further ahead."""
+        weights = [self.next_weights, *[self.ahead_weights] * (self.levels - 1)]
+        both = zip(named(1, self.levels), weights, strict=True)
+        return [Term(name, h, dict(given), self.objective) for h, (name, given) in enumerate(both, start=1)]
 
 
 @dataclass
@@ -165,8 +141,7 @@ class OneLayer(TrainedDraft):
 
     def embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
         """Tokens as the layer takes them."""
-        found = nn.functional.embedding(tokens, self.embed_head.embedding_VD) * self.config.embedding_scale
-        return found.to(like.dtype)
+        return nn.functional.embedding(tokens, self.embed_head.embedding_VD).to(like.dtype)
 
     def _share(self, other: Self) -> None:
         other._rope = self._rope
