@@ -39,6 +39,7 @@ from pipeline.basics.progress import publish
 from pipeline.basics.public import public_name
 from pipeline.decoding.method import Method
 from pipeline.drafts import kind_of
+from pipeline.drafts.small_model import small_models
 from pipeline.lm.model import identify, load_tokenizer, parameter_count_of
 from pipeline.lm.template import template_settings
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
@@ -55,8 +56,8 @@ def measured_already(path: Path, key: str) -> bool:
 def facts_of(job: Job, method: Method) -> dict:
     """What the report says of a method, measured figures apart."""
     recipe, name = job.recipe, method.draft
-    config, asked = recipe.draft[name], recipe.small_models.get(name)
-    training = checkpoint.read_config(recipe.draft_dir(name)).training if config.trained else {}
+    config, asked = recipe.draft[name], small_models(recipe.draft).get(name)
+    training = checkpoint.read_config(recipe.paths.draft(name)).training if config.trained else {}
     return {
         "kind": kind_of(config),
         "parameters": parameter_count_of(asked) if asked else training.get("parameters", 0),
@@ -78,19 +79,19 @@ def settings_of(recipe: Recipe) -> dict:
 def measure(job: Job) -> dict:
     """Runs the benchmarks and writes rows, report.json, table.md and the plots into the run's eval folder."""
     recipe, methods, fleet = job.recipe, job.methods, None
-    read_rows(recipe.eval_dir)  # a damaged table is told now, not after all decoding
+    read_rows(recipe.paths.eval)  # a damaged table is told now, not after all decoding
     if recipe.eval.workers > 1:
         from eval.measure.fleet import decode as fleet  # Ray only where it is wanted
     outcomes = decode_all(job, fleet)
     records, gates, left_out = pooled(outcomes)
     where = " / ".join(sorted({outcome.hardware for _, outcome in outcomes}))  # of those who decoded, not of a driver
-    folder, settings = recipe.eval_dir, settings_of(recipe)
+    folder, settings = recipe.paths.eval, settings_of(recipe)
     origins = {
         name: origin_of(recipe, one.draft, hardware=where, settings=settings, tree=one.resolved_tree.to_json())
         for name, one in methods.items()
     }
     rows = report.rows(records, gates, origins)
-    metrics = {name: checkpoint.metrics_of(recipe.draft_dir(name)) for name in recipe.trained}
+    metrics = {name: checkpoint.metrics_of(recipe.paths.draft(name)) for name in recipe.trained}
     trees = {name: method.resolved_tree for name, method in methods.items()}
     own = {name: tree.forwards for name, tree in trees.items() if tree.forwards < tree.depth}
     drawn = plots.draw(rows, own, recipe.eval.of_contexts, metrics, folder)
@@ -106,7 +107,7 @@ def measure(job: Job) -> dict:
         "target_identity": asdict(identify(recipe.target)),
         "definitions": report.explain(),
         "drafts": {name: facts_of(job, method) for name, method in methods.items()},
-        "tuned": read_tuned_trees(recipe.tuned_file),
+        "tuned": read_tuned_trees(recipe.paths.tuned),
         "rows": digest_of(rows),
         "prompts_left_out": left_out,  # too long for the target's positions
         "samples": samples(job, records, tokenizer),
@@ -138,8 +139,8 @@ def main() -> None:
     recipe = load_recipe(recipe_file, arguments.overrides, begin=True)
     if arguments.push:
         require_repository_name(arguments.push)
-    publish(recipe.run_dir, "eval")
-    path = recipe.eval_dir / REPORT
+    publish(recipe.paths.run, "eval")
+    path = recipe.paths.eval / REPORT
     with evaluation_lock(recipe):
         job = job_of(recipe, arguments.tuned)
         for name in tuned_as_written(recipe):

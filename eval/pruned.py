@@ -56,14 +56,14 @@ def main() -> None:
     if not (skippers := [name for name, config in recipe.draft.items() if isinstance(config, SkipperConfig)]):
         raise PipelineError(f"{arguments.recipe} has no draft of kind 'skipper'")
     spec = readable_spec(recipe)
-    train, heldout = (FeatureStore(recipe.shards_dir, split, spec).texts for split in ("train", "validation"))
+    train, heldout = (FeatureStore(recipe.paths.shards, split, spec).texts for split in ("train", "validation"))
     given = [(heldout.ids(number), heldout.mask(number)) for number in range(len(heldout))]
     texts = [(torch.tensor(ids[None].astype("int64")), torch.tensor(mask.astype(bool))) for ids, mask in given]
     target, rows = Target(recipe.target, recipe.eval.dtype), []
     embed_head = target.embed_head(fingerprint(recipe.target))
     for name in skippers:
         checkpoint.require_trained_under(recipe, name)
-        trained = checkpoint.load(recipe.draft_dir(name), embed_head.fingerprint)
+        trained = checkpoint.load(recipe.paths.draft(name), embed_head.fingerprint)
         static, whole = (build(trained.config, trained.shapes) for _ in range(2))
         for draft in (trained, static, whole):
             draft.to(target.device, target.dtype).bind(embed_head)
@@ -72,7 +72,7 @@ def main() -> None:
         for way, draft in {"whole": whole, "trained routers": trained, "static routers": static}.items():
             what = {"setting": {"way": way}, "origin": origin_of(recipe, name)}
             rows += [Row("pruned", name, key, value, **what) for key, value in losses(target, draft, texts).items()]
-    put_rows(recipe.eval_dir, rows, whole=True)
+    put_rows(recipe.paths.eval, rows, whole=True)
     print(results.table(rows))
 
 

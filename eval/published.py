@@ -100,7 +100,7 @@ def propose(recipe: Recipe, release: Path) -> str:
     those that are there, and a section of its card. Its address, in words. Raises PipelineError.
     """
     repository, _, revision = recipe.published[recipe.publish.draft].partition("@")
-    rows = measured_rows(recipe.eval_dir, read_report(recipe.eval_dir / REPORT))
+    rows = measured_rows(recipe.paths.eval, read_report(recipe.paths.eval / REPORT))
     title = f"Figures of {rows[0].origin['hardware']}"
     again = f"The figures stay in {release}: run the same command again, it measures nothing twice"
     there = Repository(repository, "model", again)

@@ -347,7 +347,7 @@ def measure(recipe: Recipe, servers: dict[bool, Server], concurrency: list[int])
                     Row("served", method, figure, value, **what, details=details.get(figure, {}))
                     for figure, value in own.items()
                 ]
-            put_rows(recipe.eval_dir, rows, whole=True)
+            put_rows(recipe.paths.eval, rows, whole=True)
     return rows, len(differ)
 
 

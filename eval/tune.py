@@ -249,7 +249,7 @@ def tune_methods(recipe: Recipe, names: list[str], prompts: int, depth: int, nod
     """Writes what was chosen for each method, as it comes; returns the file."""
     methods, digests = recipe.methods, digests_of(recipe)
     harness = make_harness(recipe, {name: methods[name] for name in names})
-    path, known = recipe.tuned_file, {}
+    path, known = recipe.paths.tuned, {}
     for name, facts in read_tuned_trees(path).items():
         if name in methods and facts.get("for") == tuned_for(recipe, methods[name], digests):
             known[name] = facts
@@ -265,7 +265,7 @@ def tune_methods(recipe: Recipe, names: list[str], prompts: int, depth: int, nod
         write_sealed(path, known)
         origin = origin_of(recipe, methods[name].draft)
         figures = facts["predicted"].items()
-        put_rows(recipe.eval_dir, [Row("predicted", f"{name}-tuned", *figure, origin=origin) for figure in figures])
+        put_rows(recipe.paths.eval, [Row("predicted", f"{name}-tuned", *figure, origin=origin) for figure in figures])
     return path
 
 

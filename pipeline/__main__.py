@@ -52,14 +52,14 @@ def _import(given: argparse.Namespace) -> None:
     recipe = load_recipe(given.recipe, given.overrides)
     name = given.draft or recipe.publish.draft
     print("\n".join(import_draft(given.folder, recipe, name)))
-    print(f"{name}: in {recipe.draft_dir(name)}; measure it with jakiro eval {given.recipe}")
+    print(f"{name}: in {recipe.paths.draft(name)}; measure it with jakiro eval {given.recipe}")
 
 
 def _chat(given: argparse.Namespace) -> None:
     folder, target, device, trust = given.place, given.target, "auto", given.trust_remote_code
     if not folder.is_dir():
         recipe = load_recipe(str(folder), [])
-        folder, target, device = recipe.release_dir, target or recipe.target.model, recipe.target.device
+        folder, target, device = recipe.paths.release, target or recipe.target.model, recipe.target.device
         require_release(folder, str(given.place))
         trust |= recipe.target.trust_remote_code
     loaded = load(folder, target, device=device, trust_remote_code=trust)

@@ -33,7 +33,8 @@ from pipeline.basics.progress import Progress
 from pipeline.lm.model import identify, load_tokenizer
 from pipeline.lm.template import template_settings
 from pipeline.recipe.differences import differences, regenerate_keys
-from pipeline.recipe.recipe import Recipe, digest
+from pipeline.recipe.identity import digest, regenerate_hash
+from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
 from preprocess.dump.answers import AnswerWorker, Part
 from preprocess.dump.driver import require_lasting
@@ -49,7 +50,7 @@ REMEDY = "Restore it, or remove it and run again: what is answered is kept"
 
 def regenerate(recipe: Recipe) -> list[str]:
     """Runs or continues the job; returns the lines of its report. Raises PipelineError."""
-    folder = recipe.regenerated_dir
+    folder = recipe.paths.regenerated
     require_lasting(folder)
     with exclusive(folder, "regeneration"):
         target = identify(recipe.target)
@@ -59,7 +60,7 @@ def regenerate(recipe: Recipe) -> list[str]:
             "template": target.template,
             "stop_ids": target.stop_ids,
             "template_settings": template_settings(load_tokenizer(recipe.target), recipe.target),
-            "settings": recipe.regenerate_hash,
+            "settings": regenerate_hash(recipe),
         }
         manifest = folder / MANIFEST
         found = read_sealed(manifest, REMEDY)["made_by"] if manifest.exists() else made_by

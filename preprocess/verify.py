@@ -190,8 +190,8 @@ def _damaged(folder: Path, recipe: Recipe | None) -> dict[str, str]:
 
 
 def _require_runs_folder(folder: Path, recipe: Recipe) -> None:
-    if recipe.features_dir.resolve() != folder.resolve():
-        raise PipelineError(f"{folder}: the features folder of a run is called {recipe.features_dir.name}")
+    if recipe.paths.features.resolve() != folder.resolve():
+        raise PipelineError(f"{folder}: the features folder of a run is called {recipe.paths.features.name}")
 
 
 def _repair(folder: Path, recipe: Recipe, manifest: Manifest, found: dict[str, str]) -> None:

@@ -200,7 +200,7 @@ def dump_here(recipe: Recipe) -> Manifest:
     """Dumps the recipe's features, or what is missing of them, in this process."""
     with without_ray():
         dump(recipe)
-    return Manifest.load(recipe.features_dir)
+    return Manifest.load(recipe.paths.features)
 
 
 def run_command(arguments: list[str], **environment: str) -> subprocess.CompletedProcess:

@@ -344,7 +344,7 @@ def fetched(release, publish, tiny_target, tmp_path) -> Callable[[list[Row]], tu
         tree["published"] = {"jakiro": f"{ADDRESS}@{HEAD}"}
         recipe, said = Recipe.model_validate(tree), list[str]()
         fetch(recipe, said.append)
-        return read_rows(recipe.draft_dir("jakiro")), said[1:]
+        return read_rows(recipe.paths.draft("jakiro")), said[1:]
 
     return take
 
@@ -434,7 +434,7 @@ def test_how_a_stranger_says_to_have_trained_is_typed(release, fetched):
     change_sealed(release / "config.json", lambda raw: raw.update(training=raw["training"] | more))
     fetched([])
     recipe = Recipe.model_validate(recipe_tree(Path("x"), Path("y"), Path("mine")))
-    training = checkpoint.read_config(recipe.draft_dir("jakiro")).training
+    training = checkpoint.read_config(recipe.paths.draft("jakiro")).training
     assert not {"start", "imported"} & training.keys() and isinstance(training["parameters"], int)
     assert training["trained_tokens"] == 7 and training["validation"] == {"estimated_tau": 1.5}
 
@@ -470,13 +470,13 @@ def test_a_folder_of_features_supplies_no_recipe(trap, tmp_path, monkeypatch, na
     dump_here(recipe)
     (trap / "ran").unlink()
     folder = tmp_path / "mine/features"
-    shutil.copytree(recipe.features_dir, folder, ignore=shutil.ignore_patterns("own-recipe.json"))
+    shutil.copytree(recipe.paths.features, folder, ignore=shutil.ignore_patterns("own-recipe.json"))
     forms: list[Any] = [lambda: None]
     if name == "own-recipe.json":  # as its form was; as it is, with any key; and the stranger's own
         resolved = recipe.model_dump(mode="json")
         forms = [lambda: write_sealed(folder / name, resolved)]
         forms += [lambda: (folder / name).write_text(json.dumps({"recipe": resolved, "mac": "0" * 64}))]
-        forms += [lambda: shutil.copy(recipe.features_dir / name, folder)]
+        forms += [lambda: shutil.copy(recipe.paths.features / name, folder)]
     for form in forms:
         form()
         with pytest.raises(PipelineError, match=r"holds no own-recipe\.json that this user wrote .*--recipe RECIPE"):

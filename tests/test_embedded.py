@@ -102,7 +102,7 @@ def smoke_run(tmp_path_factory):
     recipe = load_recipe(SMOKE, sets)
     dump_here(recipe)
     for draft in recipe.to_train:
-        train_here((SMOKE, recipe.features_dir), folder, *sets, draft=draft)
+        train_here((SMOKE, recipe.paths.features), folder, *sets, draft=draft)
     call(evaluate, str(SMOKE), *override_arguments(sets))
     return folder
 
@@ -126,7 +126,7 @@ def test_the_estimate_of_tau_is_what_decoding_the_same_prompts_gives(smoke_run):
     """Of a draft that knows something: taught the stored answers themselves."""
     name = "jakiro"
     recipe = load_recipe(SMOKE, [f"output={smoke_run}", f"draft.{name}.vocabulary=256"])
-    answers = FeatureStore(recipe.features_dir, ANSWERS, feature_spec(recipe))
+    answers = FeatureStore(recipe.paths.features, ANSWERS, feature_spec(recipe))
     rows = [answers.row(number) for number in range(len(answers))]
     draft = build(recipe.draft[name], shapes_of(load_config(TARGET)))
     draft.initialise(0)

@@ -326,7 +326,7 @@ def test_other_keywords_are_refused_at_every_stage_by_their_name(finished, chang
 
 def test_status_tells_a_dump_that_has_begun_from_none(tiny_recipe):
     assert features_state(tiny_recipe) == (False, "not started")
-    tiny_recipe.features_dir.mkdir(parents=True)
+    tiny_recipe.paths.features.mkdir(parents=True)
     assert features_state(tiny_recipe) == (False, "no shard yet")
 
 
@@ -521,7 +521,9 @@ def test_a_target_that_changed_is_seen_by_every_stage(of_a_folder, tmp_path, cha
             dump_here(recipe)
             call(evaluate, str(recipe_file))
             assert all(stage.state(recipe)[0] for stage in made)
-            assert read_report(recipe.release_dir / "report.json")["target_identity"] == asdict(identify(recipe.target))
+            assert read_report(recipe.paths.release / "report.json")["target_identity"] == asdict(
+                identify(recipe.target)
+            )
         else:
             with pytest.raises(PipelineError, match=r"features of another (target|tokenizer|chat template)"):
                 dump_here(recipe)

@@ -24,6 +24,7 @@ from pipeline.features.shards import FeatureStore
 from pipeline.features.text import some_texts
 from pipeline.lm.embedding_head import EmbeddingAndHead, known_tokens
 from pipeline.lm.model import DTYPES, load_config, load_embed_head, load_tokenizer
+from pipeline.recipe.identity import train_hash
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.settings import begin_resume_states
 from train import acceptance
@@ -70,20 +71,20 @@ def _train(
 ) -> Generator[int, None, str]:
     """Gives the steps behind it, at first and after each; returns the line."""
     with ExitStack() as held:
-        by_rank_0(lambda: held.enter_context(exclusive(recipe.draft_dir(name), "training")))
+        by_rank_0(lambda: held.enter_context(exclusive(recipe.paths.draft(name), "training")))
         if by_rank_0(lambda: _is_trained(recipe, name)):
-            return f"{name}: trained already, in {recipe.draft_dir(name)}"
+            return f"{name}: trained already, in {recipe.paths.draft(name)}"
         return (yield from _to_checkpoint(recipe, name, embed_head, features, rank, ranks))
 
 
 def _is_trained(recipe: Recipe, name: str) -> bool:
     """Raises PipelineError where that was under other settings."""
-    if not (recipe.draft_dir(name) / checkpoint.CONFIG).exists():
+    if not (recipe.paths.draft(name) / checkpoint.CONFIG).exists():
         return False
     checkpoint.require_trained_under(recipe, name)
-    folder = recipe.draft_dir(name)
+    folder = recipe.paths.draft(name)
     if checkpoint.lacks_plot(folder):  # it was killed behind its checkpoint
-        shutil.rmtree(recipe.resume_dir(name), ignore_errors=True)
+        shutil.rmtree(recipe.paths.resume(name), ignore_errors=True)
         draw_training({name: folder / METRICS}, folder / checkpoint.PLOT)
     return True
 
@@ -91,7 +92,7 @@ def _is_trained(recipe: Recipe, name: str) -> bool:
 def _to_checkpoint(
     recipe: Recipe, name: str, embed_head: EmbeddingAndHead, features: Callable[[], Stores], rank: int, ranks: int
 ) -> Generator[int, None, str]:
-    folder, state = recipe.draft_dir(name), recipe.resume_dir(name)
+    folder, state = recipe.paths.draft(name), recipe.paths.resume(name)
     require_tracker(recipe)
     require_shared(folder)
     by_rank_0(lambda: begin_resume_states(recipe, name))
@@ -111,7 +112,7 @@ def _to_checkpoint(
         batches.accumulation,
         batches.order.steps,
         state,
-        recipe.train_hash(name),
+        train_hash(recipe, name),
     )
     draft.move_embed_head(engine.device, engine.dtype)
     run = _Run(recipe, name, engine, draft, batches, (store, heldout, answers))
@@ -179,7 +180,7 @@ class _Run:
         batches: Batches,
         features: Stores,
     ):
-        self._recipe, self._config, self._folder = recipe, recipe.train, recipe.draft_dir(name)
+        self._recipe, self._config, self._folder = recipe, recipe.train, recipe.paths.draft(name)
         self._engine, self._draft, self._batches = engine, draft, batches
         self._objective = objective_of(draft.config)
         self._name, self._tree = name, recipe.tree(name)
@@ -346,7 +347,7 @@ class _Run:
             checkpoint.write_weights(self._best_file(), weights)
 
     def _best_file(self) -> Path:
-        return self._recipe.resume_dir(self._folder.name) / BEST.format(step=self._done.best["step"])
+        return self._recipe.paths.resume(self._folder.name) / BEST.format(step=self._done.best["step"])
 
     # -- what remains ----------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ def main() -> None:
     if not recipe.to_train:
         print("nothing to train: all drafts of this recipe are published, and eval/main.py fetches them")
         return
-    publish(recipe.run_dir, "train")
+    publish(recipe.paths.run, "train")
     embed_head = load_embed_head(recipe.target)
     expected = readable_spec(recipe)
     bring(recipe, expected)  # before the ranks meet: those of one node wait for each other here

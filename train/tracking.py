@@ -16,7 +16,8 @@ from pipeline.artifacts.curves import METRICS
 from pipeline.artifacts.provenance import public_recipe
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_text
-from pipeline.recipe.recipe import Recipe, digest
+from pipeline.recipe.identity import digest, train_hash
+from pipeline.recipe.recipe import Recipe
 
 PROJECT = "jakiro"
 
@@ -80,7 +81,7 @@ def open_tracker(recipe: Recipe, draft: str, folder: Path) -> Tracker | None:
     if package is None:
         return None
     kind = recipe.train.tracker
-    run_id = digest([recipe.train_hash(draft), str(folder.resolve())])
+    run_id = digest([train_hash(recipe, draft), str(folder.resolve())])
     return TRACKERS[kind](package, f"{recipe.name}-{draft}", run_id, public_recipe(recipe), folder)
 
 

@@ -24,12 +24,14 @@ from pipeline.basics.progress import Progress
 from pipeline.decoding.contract import Source
 from pipeline.decoding.method import Method
 from pipeline.drafts import make_untrained
+from pipeline.drafts.lookup.corpus import corpora_of
 from pipeline.drafts.parts.layers import shapes_of
-from pipeline.drafts.small_model import SmallModel
+from pipeline.drafts.small_model import SmallModel, small_models
 from pipeline.lm.model import Target, fingerprint, identify, load_reader
 from pipeline.recipe.checks import TUNED
 from pipeline.recipe.differences import differences
-from pipeline.recipe.recipe import Recipe, digest
+from pipeline.recipe.identity import digest, run_hash
+from pipeline.recipe.recipe import Recipe
 
 RECORDS = "records.jsonl"
 # The recipe's keys of what a tuned tree depends on (`tuned_for`).
@@ -45,9 +47,9 @@ def digests_of(recipe: Recipe) -> Digests:
     Raises PipelineError where a draft is missing, or was trained under other settings.
     """
     fetch(recipe)
-    found: Digests = {name: next(iter(recipe.corpora(name)), None) for name in recipe.draft}
+    found: Digests = {name: next(iter(corpora_of([config])), None) for name, config in recipe.draft.items()}
     found |= {name: checkpoint.require_trained_under(recipe, name).weights_sha256 for name in recipe.trained}
-    return found | {name: fingerprint(asked) for name, asked in recipe.small_models.items()}
+    return found | {name: fingerprint(asked) for name, asked in small_models(recipe.draft).items()}
 
 
 def methods_of(recipe: Recipe, tuned_alone: bool = False, digests: Digests | None = None) -> dict[str, Method]:
@@ -58,12 +60,12 @@ def methods_of(recipe: Recipe, tuned_alone: bool = False, digests: Digests | Non
     Raises PipelineError where that was for other weights or settings, or where nothing is tuned that shall stand alone.
     """
     found, written, digests = recipe.methods, tuned_as_written(recipe), digests or digests_of(recipe)
-    for name, tuned in read_tuned_trees(recipe.tuned_file).items():
+    for name, tuned in read_tuned_trees(recipe.paths.tuned).items():
         if name in recipe.tunable:
             wanted = tuned_for(recipe, found[name], digests)
             if (made := tuned.get("for")) != wanted:
                 raise PipelineError(
-                    f"{recipe.tuned_file}: {name} was tuned for other weights or settings: "
+                    f"{recipe.paths.tuned}: {name} was tuned for other weights or settings: "
                     f"{_tuned_differences(made or {}, wanted)}. Run eval/tune.py again, or remove it"
                 )
             if name not in written:
@@ -72,13 +74,13 @@ def methods_of(recipe: Recipe, tuned_alone: bool = False, digests: Digests | Non
         return found
     alone = {name: method for name, method in found.items() if name + TUNED not in found}
     if len(alone) == len(found) and not written:
-        raise PipelineError(f"{recipe.tuned_file}: nothing is tuned: run eval/tune.py first, or leave out --tuned")
+        raise PipelineError(f"{recipe.paths.tuned}: nothing is tuned: run eval/tune.py first, or leave out --tuned")
     return alone
 
 
 def tuned_as_written(recipe: Recipe) -> list[str]:
     """Return the methods for which eval/tune.py chose what the recipe says: they are measured once."""
-    tuned, methods = read_tuned_trees(recipe.tuned_file), recipe.methods
+    tuned, methods = read_tuned_trees(recipe.paths.tuned), recipe.methods
     chosen = {name: method_of(facts) for name, facts in tuned.items() if name in methods}
     return [name for name, method in chosen.items() if method == methods[name]]
 
@@ -110,7 +112,7 @@ def evaluation_lock(recipe: Recipe) -> AbstractContextManager[None]:
     """Holds what a run measures for one command, from its first look at weights and trees to its last figure. Raises
     PipelineError where another one has it.
     """
-    return exclusive(recipe.eval_dir, "evaluation or tuning")
+    return exclusive(recipe.paths.eval, "evaluation or tuning")
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def job_of(recipe: Recipe, tuned_alone: bool = False) -> Job:
     methods, tasks = methods_of(recipe, tuned_alone, digests), tasks_of(recipe)
     found = {
         "code": measured_by(),
-        "recipe": recipe.hash,
+        "recipe": run_hash(recipe),
         "methods": {name: method.to_json() for name, method in methods.items()},
         "digests": digests,
         "prompts": [[task.benchmark, asdict(task.prompt)] for task in tasks],
@@ -173,9 +175,11 @@ def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, S
             drafts[name] = draft = make_untrained(config, shapes_of(target.config), lambda: target.tokenizer)
             draft.name = name
             if isinstance(draft, SmallModel):
-                draft.read_by(*load_reader(recipe.small_models[name], target.device, target.dtype), target.tokenizer)
+                draft.read_by(
+                    *load_reader(small_models(recipe.draft)[name], target.device, target.dtype), target.tokenizer
+                )
             continue
-        draft = checkpoint.load(recipe.draft_dir(name), target_fingerprint).to(target.device, target.dtype)
+        draft = checkpoint.load(recipe.paths.draft(name), target_fingerprint).to(target.device, target.dtype)
         draft.bind(embed_head)
         draft.prepare()
         drafts[name] = draft
@@ -188,7 +192,7 @@ def decode_all(job: Job, fleet=None) -> list[tuple[str, Outcome]]:
     `fleet(recipe, methods, tasks)` yields (task, outcome) as they come; without one they are decoded in this process.
     The caller holds the run's evaluation (`evaluation_lock`).
     """
-    finished = Journal(job.recipe.eval_dir / RECORDS, job.key)
+    finished = Journal(job.recipe.paths.eval / RECORDS, job.key)
     missing = [task for task in job.tasks if task.name not in finished]
     if missing:
         done = (fleet or _here)(job.recipe, job.methods, missing)

@@ -15,6 +15,7 @@ from pipeline.artifacts.reports import Row, method_of
 from pipeline.basics import embedded
 from pipeline.basics.public import public_name
 from pipeline.drafts import kind_of
+from pipeline.recipe.identity import run_hash
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import markdown
 
@@ -38,7 +39,7 @@ def identity(recipe: Recipe, saved: checkpoint.Saved, measured: Facts, method: s
         "tree": tree_said(measured["drafts"][method]),
         "hardware": provenance["hardware"],
         "dtype": recipe.eval.dtype,
-        "recipe_hash": recipe.hash,
+        "recipe_hash": run_hash(recipe),
         "code_revision": provenance["code_revision"],
     }
 

@@ -34,7 +34,8 @@ from pipeline.features.shards import (
     prompts_damage,
 )
 from pipeline.features.store import Store
-from pipeline.recipe.recipe import Recipe, digest
+from pipeline.recipe.identity import digest, run_hash
+from pipeline.recipe.recipe import Recipe
 
 NEW_CARD = "features-README.new.md"  # of the run's folder: the dump's card, where the one on the Hub is edited
 CARD, TEMPLATE = "README.md", Path(__file__).with_name("features.md.jinja")
@@ -54,14 +55,14 @@ def push_features(recipe: Recipe, repository: str, private: bool) -> list[str]:
     """Returns lines for the user, and writes down where the features are, for the release. Raises PipelineError for
     features that are not finished, damaged, or come and go.
     """
-    recipe.run_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".upload-", dir=recipe.run_dir) as place:
+    recipe.paths.run.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".upload-", dir=recipe.paths.run) as place:
         source = _Source(recipe, Path(place))
         manifest = source.manifest
-        manifest.require_complete(recipe.features_dir)
+        manifest.require_complete(recipe.paths.features)
         if manifest.fed:
             raise PipelineError(
-                f"{recipe.features_dir}: the shards of a run with features.keep = 'window' come and go, so there are "
+                f"{recipe.paths.features}: the shards of a run with features.keep = 'window' come and go, so there are "
                 "none to upload: dump with features.keep = 'all'"
             )
         source.require_whole()
@@ -107,14 +108,14 @@ def push_features(recipe: Recipe, repository: str, private: bool) -> list[str]:
 def features_on_hub(recipe: Recipe) -> OnHub | None:
     """Where the features of this run were uploaded to, as long as they are those."""
     note = _note(recipe)
-    if not note.exists() or not (recipe.features_dir / MANIFEST).exists():
+    if not note.exists() or not (recipe.paths.features / MANIFEST).exists():
         return None
     found = OnHub(**read_sealed(note, "Remove it, and upload the features again"))
-    return found if found.manifest == digest(asdict(Manifest.load(recipe.features_dir))) else None
+    return found if found.manifest == digest(asdict(Manifest.load(recipe.paths.features))) else None
 
 
 def _note(recipe: Recipe) -> Path:
-    return recipe.run_dir / "features-on-hub.json"
+    return recipe.paths.run / "features-on-hub.json"
 
 
 class _Source:
@@ -122,7 +123,7 @@ class _Source:
 
     def __init__(self, recipe: Recipe, place: Path):
         self._store = Store(recipe.features.store) if recipe.features.store else None
-        self._folder, self._brought = (place if self._store else recipe.features_dir), list[Path]()
+        self._folder, self._brought = (place if self._store else recipe.paths.features), list[Path]()
         if self._store:
             self._store.get(MANIFEST, place)
         self.manifest = Manifest.load(self._folder)
@@ -199,7 +200,7 @@ def _keep_card(recipe: Recipe, repository: str, edited: str, card: str) -> list[
     """Leave an edited card where it is; write the dump's own into the run's folder, unless the edited one is made from
     it. Return what the user should know.
     """
-    kept, new = f"{CARD} in {repository} is edited, or of an earlier version, and stays", recipe.run_dir / NEW_CARD
+    kept, new = f"{CARD} in {repository} is edited, or of an earlier version, and stays", recipe.paths.run / NEW_CARD
     if card.splitlines()[-1] in edited:
         new.unlink(missing_ok=True)
         return [kept]
@@ -223,5 +224,5 @@ def _card(recipe: Recipe, repository: str, manifest: Manifest) -> str:
         total=manifest.total,
         bytes=sum(record.bytes for record in manifest.files),
         code=revision(),
-        recipe_hash=recipe.hash,
+        recipe_hash=run_hash(recipe),
     )

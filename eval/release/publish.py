@@ -36,36 +36,36 @@ def build_release(recipe: Recipe) -> tuple[Path, list[str]]:
     evaluation.
     """
     name = recipe.publish.draft
-    source, measured = recipe.draft_dir(name), read_report(recipe.eval_dir / REPORT)
+    source, measured = recipe.paths.draft(name), read_report(recipe.paths.eval / REPORT)
     saved = checkpoint.read_config(source)
     weights = sha256(source / checkpoint.WEIGHTS)
     mine = [facts for facts in measured["drafts"].values() if method_of(facts).draft == name]
     if {facts["weights_sha256"] for facts in mine} != {weights}:
         raise PipelineError(
-            f"{recipe.eval_dir / REPORT} did not measure the weights in {source}: run eval/main.py again before "
+            f"{recipe.paths.eval / REPORT} did not measure the weights in {source}: run eval/main.py again before "
             "releasing"
         )
-    rows = measured_rows(recipe.eval_dir, measured)
+    rows = measured_rows(recipe.paths.eval, measured)
     if not report.lossless(rows):
         raise PipelineError("the losslessness gate failed in this run (see the report): there is nothing to release")
     chosen = released_method(recipe, measured, rows)
     method = method_of(measured["drafts"][chosen])
     who = identity(recipe, saved, measured, chosen, alone(recipe, measured, rows))
     who["faster"] = faster_drafts(recipe, measured, rows)
-    release, building = recipe.release_dir, recipe.release_dir.with_name(".release.tmp")
+    release, building = recipe.paths.release, recipe.paths.release.with_name(".release.tmp")
     elsewhere = earlier([release, source], weights, rows)
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
     secondary = {source: recipe.draft[source].public() for source in method.secondary}
-    checkpoint.export(source, building, method, secondary, recipe.eval_dir / RECIPE)
-    shutil.copyfile(recipe.eval_dir / REPORT, building / REPORT)
+    checkpoint.export(source, building, method, secondary, recipe.paths.eval / RECIPE)
+    shutil.copyfile(recipe.paths.eval / REPORT, building / REPORT)
     bundle(building)
     if recipe.target.chat_template:
         shutil.copyfile(recipe.target.chat_template, building / checkpoint.TEMPLATE)
     checkpoint.seal_files(building)
     # whose prompts they are of is nobody else's business
     write_rows(building, [replace(row, counts={}, answers={}) for row in [*rows, *elsewhere]])
-    drawn = _copied_plots(recipe.eval_dir, measured["plots"], building)
+    drawn = _copied_plots(recipe.paths.eval, measured["plots"], building)
     write_text(building / CARD, card(recipe, saved, measured, who, rows, elsewhere, drawn, tried(building)))
     write_text(building / PAGE, page(measured, rows, who, drawn))
     notes = install(building, release)

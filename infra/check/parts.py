@@ -143,9 +143,9 @@ def training(name: str, given: Given) -> dict[str, Any]:
     """
     start_distributed()
     recipe = given.recipe()
-    if not recipe.features_dir.exists():
+    if not recipe.paths.features.exists():
         write_random_features(recipe, given.shape)
-    store = FeatureStore(recipe.shards_dir, "train", feature_spec(recipe))
+    store = FeatureStore(recipe.paths.shards, "train", feature_spec(recipe))
     draft = new_draft(recipe, name, load_embed_head(recipe.target), store)
     objective = objective_of(draft.config)
     batches = Batches(store, recipe.train, objective, draft.needs, recipe.seed, 0, 1)

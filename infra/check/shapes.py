@@ -177,7 +177,7 @@ def write_random_features(recipe: Recipe, shape: Shape) -> None:
         )
         for document in documents(recipe, shape)
     ]
-    write_features(recipe.features_dir, spec, {"train": [rows]})
+    write_features(recipe.paths.features, spec, {"train": [rows]})
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,7 @@ def questions_of(recipe: Recipe, name: str) -> int:
 
 def free_bytes(recipe: Recipe) -> int:
     """Free bytes of the disk that the run goes to."""
-    folder = recipe.run_dir.resolve()
+    folder = recipe.paths.run.resolve()
     return shutil.disk_usage(next(place for place in [folder, *folder.parents] if place.exists())).free
 
 

@@ -112,7 +112,7 @@ def released(recipe: Recipe, name: str, folder: Path) -> Path:
     """The trained draft as a release has it, without figures."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    own = recipe.draft_dir(name)
+    own = recipe.paths.draft(name)
     checkpoint.export(own, folder, Method(draft=name, tree=tree_of(recipe.draft[name])), {}, own / RECIPE_FILE)
     return folder
 
@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("engines", type=Path, help="each engine's own folder lies there")
     folder = parser.parse_args().engines.resolve()
     recipe = load_recipe(str(SERVE), [])
-    work = (recipe.run_dir / "served").resolve()
+    work = (recipe.paths.run / "served").resolve()
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     os.environ |= Vllm.environment  # for the engine that captures
@@ -206,7 +206,7 @@ def main() -> None:
     for kind, drafts in DRAFTS.items():
         other, prompts = tiny(SERVE, kind, TOKENS, work)
         rows += compare(other, list(drafts), prompts, engines, work, of=f"-{kind}")
-    write_json(recipe.run_dir / "parity.json", {"rows": rows, "table": table(rows)})
+    write_json(recipe.paths.run / "parity.json", {"rows": rows, "table": table(rows)})
     print(table(rows))
     wrong = [one for one in rows if not one["same_plain"] == one["same_chain"] == one["same_counts"] == one["prompts"]]
     if wrong:

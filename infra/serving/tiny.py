@@ -65,7 +65,7 @@ def tiny(path: Path, kind: str, tokens: int, work: Path) -> tuple[Recipe, list[l
     answers = [plain(target, prompt, Sampling(tokens, frozenset())).tokens for prompt in prompts]
     for name in DRAFTS[kind]:
         made = _taught(recipe, name, target, prompts, answers)
-        checkpoint.save(recipe.draft_dir(name), made, made.state_dict(), recipe, name, {})
+        checkpoint.save(recipe.paths.draft(name), made, made.state_dict(), recipe, name, {})
     return recipe, prompts
 
 

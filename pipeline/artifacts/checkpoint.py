@@ -28,6 +28,7 @@ from pipeline.drafts import DraftConfig, TrainedDraft, build, make, settings_fro
 from pipeline.features.schema import FeatureSpec
 from pipeline.lm.model import identify
 from pipeline.recipe.differences import training_keys
+from pipeline.recipe.identity import train_hash
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.untrusted import DraftConfigFile, require_draft_in_bounds, require_method_in_bounds
 
@@ -138,7 +139,7 @@ def save(
             "tokenizer": target.tokenizer,
             "template": target.template,
         },
-        train_hash=recipe.train_hash(name),
+        train_hash=train_hash(recipe, name),
         weights_sha256=sha256(folder / WEIGHTS),
         metrics_sha256=sha256(folder / METRICS) if (folder / METRICS).exists() else None,
         training=training,
@@ -214,7 +215,7 @@ def require_trained_under(recipe: Recipe, name: str) -> Saved:
     """The recipe's draft `name`. Raises PipelineError when it is missing, or was trained under other settings or for
     what the target was before.
     """
-    folder, saved = recipe.draft_dir(name), require_settings(recipe, name)
+    folder, saved = recipe.paths.draft(name), require_settings(recipe, name)
     if differences := identify(recipe.target).differences(saved.target):
         raise PipelineError(
             f"{folder} holds a draft of another target than {public_name(recipe.target.model)} is now: "
@@ -225,9 +226,9 @@ def require_trained_under(recipe: Recipe, name: str) -> Saved:
 
 def require_settings(recipe: Recipe, name: str) -> Saved:
     """Return what the checkpoint of a draft says. Raise PipelineError when it is missing, or of other settings."""
-    folder = recipe.draft_dir(name)
+    folder = recipe.paths.draft(name)
     saved = read_config(folder)
-    if saved.train_hash != recipe.train_hash(name):
+    if saved.train_hash != train_hash(recipe, name):
         raise PipelineError(
             f"{folder} holds a draft trained with other settings: "
             f"{settings_said(recorded(folder), recipe, training_keys(recipe, name))}. Take these back, give this run "

@@ -22,7 +22,8 @@ from pipeline.lm.attention import most_positions
 from pipeline.lm.model import TargetIdentity, identify, load_config, load_tokenizer
 from pipeline.lm.template import template_settings
 from pipeline.recipe.differences import dump_keys
-from pipeline.recipe.recipe import Recipe, digest
+from pipeline.recipe.identity import calibration_hash, digest, dump_hash, dump_hash_with, wanted_layers
+from pipeline.recipe.recipe import Recipe
 
 Find = Callable[[], Recorded | None]  # what gives the recipe that lies beside features
 MADE = "train shards made"  # in the feeder's last line
@@ -30,7 +31,7 @@ MADE = "train shards made"  # in the feeder's last line
 
 def wanted_file(recipe: Recipe) -> Path:
     """There while a training is fed."""
-    return recipe.run_dir / "wanted.json"
+    return recipe.paths.run / "wanted.json"
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def feature_spec(recipe: Recipe) -> FeatureSpec:
         tokenizer=target.tokenizer,
         template=target.template,
         template_settings=template_settings(tokenizer, recipe.target),
-        recipe=recipe.dump_hash,
+        recipe=dump_hash(recipe),
         norm_stage=states.norm_stage,
         auxiliary_layers=" ".join(map(str, states.layers)),
         dtype=states.dtype,
@@ -113,15 +114,15 @@ def dump_differences(recipe: Recipe, got: FeatureSpec, find: Find, target_layers
 
     `target_layers`: of the target, where that is here.
     """
-    if got.recipe == recipe.dump_hash:
+    if got.recipe == dump_hash(recipe):
         return ""
     if recipe.features.dump:
         return f"features.dump: {got.recipe} -> {recipe.features.dump}"
     found = find()
     layers = found.layers if found else None
-    if layers is None or recipe.dump_hash_with(layers) != got.recipe:
+    if layers is None or dump_hash_with(recipe, layers) != got.recipe:
         return settings_said(found, recipe, dump_keys(recipe))
-    wanted = recipe.auxiliary_layers(target_layers) if target_layers else recipe.wanted_layers
+    wanted = recipe.auxiliary_layers(target_layers) if target_layers else wanted_layers(recipe)
     more = set(wanted) <= set(got.auxiliary_numbers)
     return "" if more else f"features.auxiliary_layers: {got.auxiliary_numbers} -> {wanted}"
 
@@ -144,7 +145,7 @@ def readable_spec(recipe: Recipe) -> FeatureSpec:
     """Return the spec by which this recipe reads its dump, in its store or its folder; where none is in its folder, the
     spec of one to come. Raises PipelineError as `require_dump_of` does.
     """
-    folder, store = recipe.features_dir, store_of(recipe)
+    folder, store = recipe.paths.features, store_of(recipe)
     if store is None and not (folder / MANIFEST).exists():
         return feature_spec(recipe)
     if store is None:
@@ -163,7 +164,7 @@ def answers_hash(recipe: Recipe, dump: str, target: TargetIdentity | None = None
     """What the target's answers to calibration prompts depend on in the dump of this hash, the tokens that end them
     included. `target`: what it is, where that is known.
     """
-    return digest([recipe.answers_hash_of(dump), (target or identify(recipe.target)).stop_ids])
+    return digest([calibration_hash(recipe, dump), (target or identify(recipe.target)).stop_ids])
 
 
 def of_another_target(target: TargetIdentity, spec: FeatureSpec) -> list[str]:
@@ -177,8 +178,8 @@ def store_of(recipe: Recipe, reader: Path | None = None) -> Store | None:
     """The recipe's; without one, the run's own folder is a store for a `reader` in another folder."""
     if recipe.features.store:
         return Store(recipe.features.store)
-    own = recipe.features_dir.resolve()
-    return Store(own.as_uri(), name=str(recipe.features_dir)) if reader and reader.resolve() != own else None
+    own = recipe.paths.features.resolve()
+    return Store(own.as_uri(), name=str(recipe.paths.features)) if reader and reader.resolve() != own else None
 
 
 def fetch(
@@ -191,8 +192,8 @@ def fetch(
     anything is fetched; without `checksums` damaged shards come unnoticed, for `verify` to find. Raises PipelineError,
     also for a dump that is not finished.
     """
-    folder = folder or recipe.features_dir
-    elsewhere, store = folder.resolve() != recipe.features_dir.resolve(), store_of(recipe, folder)
+    folder = folder or recipe.paths.features
+    elsewhere, store = folder.resolve() != recipe.paths.features.resolve(), store_of(recipe, folder)
     if store is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -239,9 +240,9 @@ def heldout_prompts(recipe: Recipe) -> Path:
     """The held-out prompts, for evaluation; of a dump in a store only these are fetched. Where there are none the path
     does not exist; where they are not those of the dump, raises PipelineError.
     """
-    store, path = store_of(recipe), recipe.features_dir / HELDOUT_PROMPTS
+    store, path = store_of(recipe), recipe.paths.features / HELDOUT_PROMPTS
     if store is not None:
-        store.get(HELDOUT_PROMPTS, recipe.features_dir, store.manifest().prompts_sha256)
-    elif path.exists() and (reason := prompts_damage(recipe.features_dir, Manifest.load(recipe.features_dir))):
+        store.get(HELDOUT_PROMPTS, recipe.paths.features, store.manifest().prompts_sha256)
+    elif path.exists() and (reason := prompts_damage(recipe.paths.features, Manifest.load(recipe.paths.features))):
         raise PipelineError(f"{path}: {reason}. Run the dump again: it writes this file anew and keeps the shards")
     return path

@@ -60,7 +60,7 @@ def import_draft(source: Path, recipe: Recipe, name: str, published: dict[str, s
     """
     if name not in recipe.trained:
         raise PipelineError(f"--draft {name}: the recipe has {', '.join(recipe.trained)} that have weights")
-    folder = recipe.draft_dir(name)
+    folder = recipe.paths.draft(name)
     if (folder / checkpoint.CONFIG).exists():
         raise PipelineError(f"{folder} holds a draft already. Remove it, or give the recipe another output folder")
     embed_head = load_embed_head(recipe.target)

@@ -21,6 +21,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, atomic_path, in_turn, read_json, unsealed, write_sealed
 from pipeline.basics.public import public_name
 from pipeline.recipe.differences import differences, layers_of
+from pipeline.recipe.identity import draft_settings, run_hash
 from pipeline.recipe.load import recipe_from
 from pipeline.recipe.recipe import Recipe
 
@@ -84,7 +85,7 @@ def provenance(recipe: Recipe, **facts: Any) -> dict[str, Any]:
             versions[library] = None
     return {
         "recipe": recipe.name,
-        "recipe_hash": recipe.hash,
+        "recipe_hash": run_hash(recipe),
         "code_revision": revision(),
         "hardware": hardware(recipe.target.device),
         "python": platform.python_version(),
@@ -158,7 +159,7 @@ def public_recipe(recipe: Recipe) -> dict[str, Any]:
     if recipe.features.store:  # that there is one, not where
         resolved["features"]["store"] = recipe.features.store.partition("://")[0] + "://"
     for name in recipe.draft:
-        resolved["draft"][name] |= recipe.settings_of(name)
+        resolved["draft"][name] |= draft_settings(recipe, name)
     resolved["target"]["template_keywords"] = recipe.target.template_keywords  # no paths, whatever they look like
     resolved["train"] |= dict.fromkeys(("shards", "gpus"))  # places
     return resolved

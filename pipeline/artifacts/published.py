@@ -26,7 +26,7 @@ from pipeline.recipe.untrusted import Trained, parse_untrusted
 def fetch(recipe: Recipe, say: Callable[[str], None] = print) -> None:
     """Fetches the recipe's published drafts that are not in its run yet, and says so of each. Raises PipelineError."""
     for name in sorted(recipe.published):
-        mine = recipe.draft_dir(name)
+        mine = recipe.paths.draft(name)
         if not (mine / checkpoint.CONFIG).exists():
             if (mine / checkpoint.METRICS).exists():
                 raise PipelineError(f"{mine} holds a training that was broken off: move it away, {name} is published")
@@ -54,7 +54,7 @@ def adopt(source: Path, recipe: Recipe, name: str, published: dict[str, str]) ->
 
     Raises PipelineError where it is of another target or has other settings.
     """
-    saved, folder, mine = checkpoint.read_config(source), recipe.draft_dir(name), recipe.draft[name].to_json()
+    saved, folder, mine = checkpoint.read_config(source), recipe.paths.draft(name), recipe.draft[name].to_json()
     theirs = saved.config.to_json()
     if differ := sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key)):
         said = ", ".join(f"draft.{name}.{key}={theirs.get(key)!r} (here {mine.get(key)!r})" for key in differ)

@@ -20,10 +20,12 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import in_turn, read_sealed, read_sealed_lines, sealed_lines, write_text
 from pipeline.basics.parse import from_json
 from pipeline.decoding.method import Method
+from pipeline.drafts.lookup.corpus import corpora_of
 from pipeline.lm.model import identify, identify_if_here
 from pipeline.recipe.checks import TUNED
 from pipeline.recipe.differences import release_keys
-from pipeline.recipe.recipe import Recipe, digest
+from pipeline.recipe.identity import digest, run_hash
+from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.untrusted import PublishedRow
 
 REPORT, RELEASE, ROWS, TABLE = "report.json", "release.json", "results.jsonl", "table.md"
@@ -76,11 +78,11 @@ def origin_of(recipe: Recipe, draft: str, **facts: Any) -> dict[str, Any]:
     """Where a draft's rows of results come from."""
     found = provenance(recipe)
     origin = {"run": recipe.name, "seed": recipe.seed, "draft": draft}
-    origin["hash_but_seed"] = recipe.model_copy(update={"seed": 0}).hash
+    origin["hash_but_seed"] = run_hash(recipe.model_copy(update={"seed": 0}))
     origin |= {key: found[key] for key in ("hardware", "recipe_hash", "code_revision")}
     origin["target"] = digest(asdict(identify(recipe.target)))
     if draft in recipe.trained:
-        saved = checkpoint.read_config(recipe.draft_dir(draft))
+        saved = checkpoint.read_config(recipe.paths.draft(draft))
         origin |= {"weights_sha256": saved.weights_sha256, "trained_tokens": saved.training.get("trained_tokens", 0)}
     return origin | facts
 
@@ -251,31 +253,31 @@ def eval_state(recipe: Recipe) -> tuple[bool, str]:
     """Whether the release's report was measured under this recipe, by this version of the measurement, on the weights
     that are in the draft folders now; and a line for the user.
     """
-    path = recipe.release_dir / REPORT
-    if not path.exists() or read_release(recipe.release_dir)["pending"]:
+    path = recipe.paths.release / REPORT
+    if not path.exists() or read_release(recipe.paths.release)["pending"]:
         return False, "no release"
     found = read_report(path)
-    if found["provenance"]["recipe_hash"] != recipe.hash:
-        keys = settings_said(recorded(recipe.release_dir), recipe, release_keys(recipe))
+    if found["provenance"]["recipe_hash"] != run_hash(recipe):
+        keys = settings_said(recorded(recipe.paths.release), recipe, release_keys(recipe))
         return False, f"release of other settings: {keys}"
     target = identify_if_here(recipe.target)
     if target and (other := target.differences(found["target_identity"])):
         return False, f"release of what the target was before: {'; '.join(other)}"
     if found.get("code") != measured_by():
         return False, f"release that was not measured by {measured_by()}"
-    if read_tuned_trees(recipe.tuned_file) != found.get("tuned"):
+    if read_tuned_trees(recipe.paths.tuned) != found.get("tuned"):
         return False, "release without the tuned trees"
     for facts in found["drafts"].values():
         method = method_of(facts)
         if not set(method.sources) <= set(recipe.draft):
             return False, "release of other drafts"
-        if facts["corpora"] != list(recipe.corpora(*method.sources)):
+        if facts["corpora"] != list(corpora_of(recipe.draft[name] for name in method.sources)):
             return False, "release of another corpus"
-        folder = recipe.draft_dir(method.draft)
+        folder = recipe.paths.draft(method.draft)
         known = (folder / checkpoint.CONFIG).exists() and checkpoint.read_config(folder).weights_sha256
         if recipe.draft[method.draft].trained and known != facts["weights_sha256"]:
             return False, "release of other weights"
-    return True, f"release in {recipe.release_dir}/"
+    return True, f"release in {recipe.paths.release}/"
 
 
 def is_inside(name: Any) -> bool:

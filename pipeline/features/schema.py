@@ -57,7 +57,7 @@ class FeatureSpec:
     target: str  # fingerprint of configuration and weights
     tokenizer: str
     template: str
-    recipe: str  # Recipe.dump_hash
+    recipe: str  # its `dump_hash`
     norm_stage: str = POST_FINAL_NORM
     auxiliary_layers: str = ""  # "2 15 27", counted from 1; what follows the last hidden state
     template_settings: str = ""  # in words: whether the target thinks, what date it is told, its template's keywords

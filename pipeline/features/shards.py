@@ -89,7 +89,7 @@ class Manifest:
     # sample of the answers to come.
     text: dict[str, TextRecord] = field(default_factory=dict)
     answers: list[ShardRecord] = field(default_factory=list)  # each with its part of the answers' table
-    answers_hash: str = ""  # Recipe.answers_hash, of these
+    answers_hash: str = ""  # `artifacts.features.answers_hash`, of these
     prompts_sha256: str = ""  # of heldout_prompts.jsonl, once that is written
     fed: bool = False  # training's shards come and go (features.keep = "window"): none is there to stay
 

@@ -93,7 +93,7 @@ def _of_training(recipe: "Recipe") -> Iterator[str]:
         train.accumulation(train.ranks or 1)
     except PipelineError as error:
         yield str(error)
-    if recipe.features.keep == "window" and recipe.features.store and not recipe.copies:
+    if recipe.features.keep == "window" and recipe.features.store and not recipe.paths.copies:
         yield (
             "features.keep='window' with features.store wants a folder on each node's own disk, where its copies of "
             "shards come and go: set train.shards, to another folder than OUTPUT/features"

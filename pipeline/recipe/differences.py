@@ -11,11 +11,19 @@ from typing import Any
 from pipeline.basics.public import public_text
 from pipeline.drafts import settings_from
 from pipeline.features.schema import FP8
-from pipeline.recipe.recipe import Recipe, in_order
+from pipeline.recipe.identity import (
+    dump_settings,
+    in_order,
+    is_watched,
+    regenerate_settings,
+    run_settings,
+    train_settings,
+)
+from pipeline.recipe.recipe import Recipe
 
 MOST, LONGEST, DEEPEST = 8, 120, 8  # keys that a message names; characters of a value; sections in sections
 ABSENT = "absent"
-ANSWERS_KEYS = ["data.calibration_prompts", "features.answer_tokens"]  # that `Recipe.answers_hash` adds
+ANSWERS_KEYS = ["data.calibration_prompts", "features.answer_tokens"]  # that `calibration_hash` adds
 Tree = dict[str, Any]  # a resolved recipe as JSON
 
 
@@ -38,7 +46,7 @@ def dump_keys(recipe: Recipe) -> list[str]:
     if recipe.features.dump:
         return ["features.dump"]
     answered = ["target.engine", "features.keep"] if recipe.data.answers == "target" else []
-    return ["data.answers", *answered, *_keys(recipe.dump_settings)]
+    return ["data.answers", *answered, *_keys(dump_settings(recipe))]
 
 
 def training_keys(recipe: Recipe, draft: str) -> list[str]:
@@ -46,9 +54,9 @@ def training_keys(recipe: Recipe, draft: str) -> list[str]:
     if draft in recipe.published:
         return [f"published.{draft}", f"draft.{draft}"]
     own = ["seed", f"draft.{draft}", "features.dump", f"train.learning_rates.{draft}"]
-    settings = recipe.training_settings(draft)
+    settings = train_settings(recipe, draft)
     keys = [*dump_keys(recipe), *own, *_keys({"train": settings["train"]}), f"published.{draft}"]
-    if not recipe.is_watched(draft):
+    if not is_watched(recipe, draft):
         return keys
     method = recipe.eval.methods.get(draft)
     tree = [f"eval.methods.{draft}.tree"] + ([] if method and method.tree else ["eval.tree"])
@@ -58,16 +66,16 @@ def training_keys(recipe: Recipe, draft: str) -> list[str]:
 def release_keys(recipe: Recipe) -> list[str]:
     """Return the keys that a release depends on."""
     streamed = ["features.keep"] if recipe.data.answers == "target" else []
-    return ["draft", "published", *streamed, *_keys(recipe.settings)]
+    return ["draft", "published", *streamed, *_keys(run_settings(recipe))]
 
 
 def regenerate_keys(recipe: Recipe) -> list[str]:
     """Return the keys that the target's own answers depend on."""
-    return _keys(recipe.regenerate_settings)
+    return _keys(regenerate_settings(recipe))
 
 
 def layers_of(tree: Tree) -> list[int | str]:
-    """Return the auxiliary layers that a recipe of somebody's wants, as `Recipe.wanted_layers`. Raises KeyError,
+    """Return the auxiliary layers that a recipe of somebody's wants, as `wanted_layers`. Raises KeyError,
     TypeError or ValueError for what is no such recipe.
     """
     if (layers := tree["features"]["auxiliary_layers"]) is None:

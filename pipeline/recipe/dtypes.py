@@ -27,10 +27,10 @@ def resolve_dtypes(recipe: "Recipe", keep: bool) -> "Recipe":
     sections = [name for name in SECTIONS if getattr(recipe, name).dtype == AUTO]
     if not sections:
         return recipe
-    kept = kept_dtypes(recipe.run_dir)
+    kept = kept_dtypes(recipe.paths.run)
     dtypes = {name: kept.get(name) or native_dtype(recipe.target.device) for name in sections}
     if keep and not dtypes.items() <= kept.items():
-        write_json(recipe.run_dir / KEPT, kept | dtypes)
+        write_json(recipe.paths.run / KEPT, kept | dtypes)
     return recipe.model_copy(
         update={name: getattr(recipe, name).model_copy(update={"dtype": dtype}) for name, dtype in dtypes.items()}
     )

@@ -81,7 +81,7 @@ def run_job(stage: str, description: str | None, job: "Callable[[Recipe], Iterab
         add_recipe_arguments(parser)
         arguments = parser.parse_args()
         recipe = load_recipe(arguments.recipe, arguments.overrides, begin=True)
-        publish(recipe.run_dir, stage)
+        publish(recipe.paths.run, stage)
         for line in job(recipe):
             print(line)
 

@@ -23,10 +23,12 @@ from pipeline.artifacts.reports import REPORT, TABLE, eval_state, faster_drafts,
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, exclusive, is_held, read_sealed
 from pipeline.basics.progress import CHANNEL, Display, lines_of
+from pipeline.drafts.lookup.corpus import corpora_of
 from pipeline.features.reasons import describe_reasons
 from pipeline.features.shards import MANIFEST, QUESTIONS, Manifest, damage, prompts_damage
 from pipeline.lm.model import identify_if_here
 from pipeline.recipe.dtypes import describe_dtypes, warn_of_emulation
+from pipeline.recipe.identity import run_hash
 from pipeline.recipe.load import hand_over, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import TrainConfig
@@ -50,7 +52,7 @@ class Stage:
 
 
 def features_state(recipe: Recipe) -> tuple[bool, str]:
-    folder = recipe.features_dir
+    folder = recipe.paths.features
     if not (folder / MANIFEST).exists():
         return False, "no shard yet" if folder.exists() else "not started"
     manifest = Manifest.load(folder)
@@ -83,9 +85,9 @@ def train_state(recipe: Recipe) -> tuple[bool, str]:
     target = identify_if_here(recipe.target)
     parts, done = [], recipe.features.keep == "all" or not wanted_file(recipe).exists()
     for name in recipe.trained:
-        folder = recipe.draft_dir(name)
+        folder = recipe.paths.draft(name)
         if not (folder / checkpoint.CONFIG).exists():
-            resume = recipe.resume_dir(name) / "resume.json"
+            resume = recipe.paths.resume(name) / "resume.json"
             at = f"stopped after step {_resume_step(resume)}" if resume.exists() else "not trained"
             at = "not fetched" if name in recipe.published else at
             parts.append(f"{name}: {at}")
@@ -189,7 +191,7 @@ def require_step(recipe: Recipe) -> None:
     """Raises PipelineError where the ranks of this machine cannot take a step as the recipe wants it."""
     there = 1 if recipe.target.device == "cpu" else torch.accelerator.device_count()
     accumulation = recipe.train.accumulation(recipe.train.ranks_of(there))
-    if any(not (recipe.draft_dir(name) / checkpoint.CONFIG).exists() for name in recipe.to_train):
+    if any(not (recipe.paths.draft(name) / checkpoint.CONFIG).exists() for name in recipe.to_train):
         recipe.train.require_exact_sum(accumulation)
 
 
@@ -203,8 +205,8 @@ def run(recipe_path: str, overrides: list[str], until: str = "eval") -> None:
         require_step(recipe)
     require_same_settings(recipe, [] if until == "preprocess" else recipe.to_train)
     require_few("train.ranks", recipe.train.ranks or 1)
-    recipe.corpora(*recipe.draft)  # one that cannot be read is refused before hours of dumping
-    logs = recipe.run_dir / "logs"
+    corpora_of(recipe.draft.values())  # one that cannot be read is refused before hours of dumping
+    logs = recipe.paths.run / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     wanted = stages(recipe_path, overrides, recipe)
@@ -282,7 +284,7 @@ def _fed(recipe: Recipe, stage: Stage, log: Path) -> Iterator[Callable[[], None]
     if not stage.feeder:
         yield lambda: None
         return
-    with exclusive(recipe.features_dir, "dump"):  # of an earlier training: nobody is fed now
+    with exclusive(recipe.paths.features, "dump"):  # of an earlier training: nobody is fed now
         wanted_file(recipe).unlink(missing_ok=True)
     with log.open("w") as output:
         process = children.start(stage.feeder, stage.environment, stdout=output, stderr=subprocess.STDOUT)
@@ -310,29 +312,29 @@ def _last_words(log: Path) -> str:
 
 
 def _print_release(recipe: Recipe) -> None:
-    found = read_report(recipe.release_dir / REPORT)
+    found = read_report(recipe.paths.release / REPORT)
     print(found["table"])
-    if (recipe.eval_dir / TABLE).exists():
-        print(f"all figures, and how they were checked: {recipe.eval_dir / TABLE}")
-    rows = [row for row in read_rows(recipe.eval_dir) if row.instrument == "decoded"]
+    if (recipe.paths.eval / TABLE).exists():
+        print(f"all figures, and how they were checked: {recipe.paths.eval / TABLE}")
+    rows = [row for row in read_rows(recipe.paths.eval) if row.instrument == "decoded"]
     if faster := faster_drafts(recipe, found, rows):
         print(faster)
-    print(f"\nrelease: {recipe.release_dir}/")
+    print(f"\nrelease: {recipe.paths.release}/")
     for plot in found["plots"]:
-        print(f"plot: {recipe.release_dir / plot}")
+        print(f"plot: {recipe.paths.release / plot}")
 
 
 def _held_by(stage: str, recipe: Recipe) -> list[Path]:
     """The folders that it holds while it runs."""
-    drafts = [recipe.draft_dir(name) for name in recipe.to_train]
-    return {"preprocess": [recipe.features_dir], "train": drafts, "eval": [recipe.eval_dir]}[stage]
+    drafts = [recipe.paths.draft(name) for name in recipe.to_train]
+    return {"preprocess": [recipe.paths.features], "train": drafts, "eval": [recipe.paths.eval]}[stage]
 
 
 def status(recipe_path: str, overrides: list[str], watch: float | None = None) -> None:
     """`watch`: seconds after which to look again, until all is done."""
     recipe = load_recipe(recipe_path, overrides)
     while True:
-        lines, undone = [f"{recipe.name} ({recipe.hash}) in {recipe.output}"], False
+        lines, undone = [f"{recipe.name} ({run_hash(recipe)}) in {recipe.output}"], False
         if identify_if_here(recipe.target) is None:
             lines.append(f"  the files of {recipe.target.model} are not here: whether they changed is not known")
         for stage in stages(recipe_path, overrides, recipe):
@@ -341,7 +343,7 @@ def status(recipe_path: str, overrides: list[str], watch: float | None = None) -
             running = any(map(is_held, _held_by(stage.name, recipe)))
             word = "done" if done else "runs" if running else "to do"
             lines.append(f"  {word:<6} {stage.name:<11} {state}")
-        lines += [f"  {line}" for line in lines_of(recipe.run_dir)] if undone else []
+        lines += [f"  {line}" for line in lines_of(recipe.paths.run)] if undone else []
         print("\x1b[H\x1b[2J" * (watch is not None and sys.stdout.isatty()) + "\n".join(lines), flush=True)
         if watch is None or not undone:
             return

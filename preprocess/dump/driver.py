@@ -49,6 +49,7 @@ from pipeline.features.shards import (
 from pipeline.features.store import Store
 from pipeline.features.text import ArrowFile, arrow_file, record_of, text_batch
 from pipeline.lm.model import load_tokenizer
+from pipeline.recipe.identity import dump_hash
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.crew import Heartbeat
 from preprocess.dump.compare import sampled
@@ -64,7 +65,7 @@ SAVING_SHARE = 20  # the manifest is saved again after so many times what saving
 
 def dump(recipe: Recipe) -> list[str]:
     """Runs or continues the dump; returns the lines of its report. Raises PipelineError."""
-    folder = recipe.features_dir
+    folder = recipe.paths.features
     require_lasting(folder)
     with exclusive(folder, "dump"):
         store = store_of(recipe)
@@ -80,7 +81,7 @@ def dump(recipe: Recipe) -> list[str]:
                 "of a target that ended them at other tokens: set data.calibration_prompts and features.answer_tokens "
                 "as its card says, and take the target's generation_config.json as it was"
             )
-        if not manifest.complete and manifest.spec.recipe != recipe.dump_hash:
+        if not manifest.complete and manifest.spec.recipe != dump_hash(recipe):
             raise PipelineError(
                 f"{folder} holds the auxiliary layers of another recipe ({manifest.spec.auxiliary_layers}), and is not "
                 "whole, or its answers to calibration prompts are others: go on with that recipe, or dump into another "

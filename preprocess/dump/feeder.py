@@ -42,7 +42,7 @@ def feed(recipe: Recipe) -> list[str]:
     """Until training wants no more. Raises PipelineError, also for a known text without finite states: training has
     counted on it. A question may give no dialogue; the dump's list of what is rejected then has it, too.
     """
-    folder = recipe.features_dir
+    folder = recipe.paths.features
     require_lasting(folder)
     with exclusive(folder, "dump"):
         manifest = Manifest.load(folder)

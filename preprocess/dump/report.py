@@ -8,6 +8,7 @@ from typing import Any
 from pipeline.basics.files import write_text
 from pipeline.basics.public import public_name, public_text
 from pipeline.features.shards import ANSWERS, QUESTIONS, SPLITS, Manifest
+from pipeline.recipe.identity import dump_hash
 from pipeline.recipe.recipe import Recipe
 
 REJECTED = "rejected.jsonl"
@@ -71,7 +72,7 @@ def describe_groups(manifest: Manifest) -> str:
 def report_lines(recipe: Recipe, manifest: Manifest) -> list[str]:
     """Return what a dump ends with: every record by its fate, tokens, answers, files."""
     counts, layers = manifest.accounting, manifest.spec.auxiliary_layers
-    lines = [f"auxiliary layers {layers}, of another recipe"] if manifest.spec.recipe != recipe.dump_hash else []
+    lines = [f"auxiliary layers {layers}, of another recipe"] if manifest.spec.recipe != dump_hash(recipe) else []
     if not counts:
         return [*lines, f"{_count(manifest)} shards, without an account of the source's records"]
     lines, total = [*lines, *torn_tail(counts)], sum(counts["rejected"].values())
@@ -105,6 +106,6 @@ def report_lines(recipe: Recipe, manifest: Manifest) -> list[str]:
         lines.append(f"engine: {engine}, whose states of a sample were at most {max(errors):.1e} off transformers'")
     size = sum(record.bytes for record in manifest.files) / 1e6
     store = recipe.features.store
-    where = public_name(store) if store else recipe.features_dir
+    where = public_name(store) if store else recipe.paths.features
     lines.append(f"{_count(manifest)} shards, {size:,.0f} MB in {where}")
     return lines

@@ -70,9 +70,9 @@ def test_a_prompt_may_hold_any_line_separator(tmp_path, recipe, separator):
 
 
 def held_out(recipe: Recipe, *lines: str) -> Path:
-    path = Path(write_lines(recipe.features_dir / "heldout_prompts.jsonl", *lines))
+    path = Path(write_lines(recipe.paths.features / "heldout_prompts.jsonl", *lines))
     spec = FeatureSpec(8, "bfloat16", target="T", tokenizer="K", template="M", recipe="R")
-    Manifest(spec, complete=True, prompts_sha256=sha256(path)).save(recipe.features_dir)
+    Manifest(spec, complete=True, prompts_sha256=sha256(path)).save(recipe.paths.features)
     return path
 
 

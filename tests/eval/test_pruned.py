@@ -35,7 +35,7 @@ def test_the_command_writes_rows_and_shows_them(tmp_path, capsys):
     path, run = write_recipe(tree, tmp_path / "recipe"), tmp_path / "run"
     recipe = load_recipe(path)
     dump_here(recipe)
-    train_here((path, recipe.features_dir), run, draft="some")
+    train_here((path, recipe.paths.features), run, draft="some")
     call(main, str(path), "--set", f"output={run}")
     found = {(row.setting["way"], row.figure): row.value for row in read_rows(run / "eval")}
     assert list(dict.fromkeys(way for way, _ in found)) == ["whole", "trained routers", "static routers"]

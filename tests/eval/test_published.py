@@ -24,6 +24,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
+from pipeline.recipe.identity import dump_hash, train_hash
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import stages
@@ -79,14 +80,14 @@ def test_drafts_that_beat_the_published_one_are_named_at_the_runs_end(tiny_recip
     tree = tiny_recipe.model_dump(mode="json")
     tree["draft"]["lookup"] = {"kind": "prompt-lookup"}
     recipe = Recipe.model_validate(tree)
-    recipe.eval_dir.mkdir(parents=True)
+    recipe.paths.eval.mkdir(parents=True)
     drafts = {name: {"method": method.to_json(), "corpora": []} for name, method in recipe.methods.items()}
     monkeypatch.setattr(stages, "read_report", lambda _: {"drafts": drafts, "table": "the table", "plots": {}})
 
     def printed(**means: float) -> str:
         """Of two benchmarks with these geometric means."""
         write_rows(
-            recipe.eval_dir,
+            recipe.paths.eval,
             [
                 Row("decoded", name, "speedup", mean * factor, benchmark=benchmark, temperature=0.0)
                 for name, mean in means.items()
@@ -171,8 +172,8 @@ def test_what_is_not_there_or_does_not_fit_is_refused(tree, release, hub, tmp_pa
         fetch(published(tree))
     hub(release, "me/draft")
     recipe = published(tree)
-    recipe.draft_dir("jakiro").mkdir(parents=True)
-    (recipe.draft_dir("jakiro") / checkpoint.METRICS).write_text("")
+    recipe.paths.draft("jakiro").mkdir(parents=True)
+    (recipe.paths.draft("jakiro") / checkpoint.METRICS).write_text("")
     with pytest.raises(PipelineError, match="holds a training that was broken off"):
         fetch(recipe)
     change_sealed(release / "config.json", lambda raw: raw["target"].update(fingerprint="0" * 16))
@@ -285,11 +286,11 @@ def test_a_published_draft_changes_nothing_of_what_is_dumped_and_trained(tiny_re
     tree = tiny_recipe.model_dump(mode="json")
     tree["draft"]["theirs"] = {"kind": "eagle3"}
     dumped = Recipe.model_validate(tree)
-    assert dumped.dump_hash != tiny_recipe.dump_hash
+    assert dump_hash(dumped) != dump_hash(tiny_recipe)
     tree["published"] = {"theirs": f"me/draft@{HEAD}"}
     fetched = Recipe.model_validate(tree)
-    assert fetched.dump_hash == tiny_recipe.dump_hash
-    assert all(fetched.train_hash(name) == tiny_recipe.train_hash(name) for name in tiny_recipe.trained)
+    assert dump_hash(fetched) == dump_hash(tiny_recipe)
+    assert all(train_hash(fetched, name) == train_hash(tiny_recipe, name) for name in tiny_recipe.trained)
 
 
 @pytest.fixture

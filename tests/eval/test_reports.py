@@ -84,31 +84,31 @@ def test_rows_that_are_not_those_of_the_report_are_refused(path):
 
 
 def test_a_changed_tuned_tree_is_refused(tiny_recipe):
-    assert read_tuned_trees(tiny_recipe.tuned_file) == {}
-    tiny_recipe.eval_dir.mkdir(parents=True)
+    assert read_tuned_trees(tiny_recipe.paths.tuned) == {}
+    tiny_recipe.paths.eval.mkdir(parents=True)
     tuned = {"jakiro": {"method": tiny_recipe.methods["jakiro"].to_json()}}
-    write_sealed(tiny_recipe.tuned_file, tuned)
-    assert read_tuned_trees(tiny_recipe.tuned_file) == tuned
+    write_sealed(tiny_recipe.paths.tuned, tuned)
+    assert read_tuned_trees(tiny_recipe.paths.tuned) == tuned
     nodes = tiny_recipe.tree("jakiro").nodes
-    replace_once(tiny_recipe.tuned_file, f'"nodes": {nodes}', f'"nodes": {nodes + 1}')
+    replace_once(tiny_recipe.paths.tuned, f'"nodes": {nodes}', f'"nodes": {nodes + 1}')
     with pytest.raises(PipelineError, match=r"tuned.json was changed or damaged .*run jakiro tune RECIPE again"):
-        read_tuned_trees(tiny_recipe.tuned_file)
+        read_tuned_trees(tiny_recipe.paths.tuned)
 
 
 def test_files_of_a_version_before_are_refused_with_what_to_do(tiny_recipe, path):
-    tiny_recipe.eval_dir.mkdir(parents=True, exist_ok=True)
-    write_sealed(tiny_recipe.tuned_file, {"jakiro": {"tree": {"nodes": 8}}})
+    tiny_recipe.paths.eval.mkdir(parents=True, exist_ok=True)
+    write_sealed(tiny_recipe.paths.tuned, {"jakiro": {"tree": {"nodes": 8}}})
     with pytest.raises(PipelineError, match=r"jakiro is no method of this version .*run jakiro tune"):
-        read_tuned_trees(tiny_recipe.tuned_file)
+        read_tuned_trees(tiny_recipe.paths.tuned)
     change_sealed(path, lambda raw: raw["drafts"].update(old={"draft": "old", "tree": {"nodes": 8}}))
     with pytest.raises(PipelineError, match=r"old is no method of this version .*run jakiro eval"):
         read_report(path)
 
 
 def test_a_damaged_table_is_told_before_anything_is_decoded(tiny_recipe):
-    tiny_recipe.eval_dir.mkdir(parents=True, exist_ok=True)
-    (tiny_recipe.eval_dir / ROWS).write_text("{}\n")
+    tiny_recipe.paths.eval.mkdir(parents=True, exist_ok=True)
+    (tiny_recipe.paths.eval / ROWS).write_text("{}\n")
     job = Job(tiny_recipe, {}, {}, [EvalTask("bench", Prompt("one", "", ("hello",)), 0.0)], "key")
     with pytest.raises(PipelineError, match=r"results.jsonl: line 1 was changed or damaged"):
         evaluation.measure(job)
-    assert not (tiny_recipe.eval_dir / RECORDS).exists()
+    assert not (tiny_recipe.paths.eval / RECORDS).exists()

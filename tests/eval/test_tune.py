@@ -102,8 +102,8 @@ def tuned(tiny_recipe):
         for name, tree in trees.items():
             made_for = tuned_for(tiny_recipe, methods[name], digests)
             chosen[name] = {"method": replace(methods[name], tree=tree).to_json(), "for": made_for}
-        tiny_recipe.eval_dir.mkdir(parents=True, exist_ok=True)
-        write_sealed(tiny_recipe.tuned_file, chosen)
+        tiny_recipe.paths.eval.mkdir(parents=True, exist_ok=True)
+        write_sealed(tiny_recipe.paths.tuned, chosen)
         return methods_of(recipe, alone, digests)
 
     return measured

@@ -23,5 +23,5 @@ def with_settings(recipe: Recipe, settings: dict, **changes) -> Recipe:
 
 def assert_imported(recipe: Recipe, ours: dict[str, torch.Tensor]) -> None:
     """To the bit."""
-    weights = load_file(recipe.draft_dir("theirs") / "model.safetensors")
+    weights = load_file(recipe.paths.draft("theirs") / "model.safetensors")
     assert weights.keys() == ours.keys() and all(torch.equal(x, ours[name]) for name, x in weights.items())

@@ -209,7 +209,7 @@ def taught(target, embed_head, config, prompt, answer, steps=150):
 
 def write_release(folder, draft, recipe, name, method, facts=None):
     """A release's folder as far as decoding goes, of the recipe's draft `name` and its method."""
-    own = recipe.draft_dir(name)
+    own = recipe.paths.draft(name)
     checkpoint.save(own, draft, draft.state_dict(), recipe, name, facts or {})
     folder.mkdir()
     checkpoint.export(own, folder, method, {}, own / RECIPE)

@@ -80,7 +80,10 @@ def small_recipe(config: TargetConfig, source, output) -> Recipe:
 
 def trained(recipe: Recipe, target: Target, name: str):
     """A draft after a few steps on the stored rows, saved and loaded again."""
-    store, embed_head = FeatureStore(recipe.features_dir, "train", feature_spec(recipe)), load_embed_head(recipe.target)
+    store, embed_head = (
+        FeatureStore(recipe.paths.features, "train", feature_spec(recipe)),
+        load_embed_head(recipe.target),
+    )
     rows = [store.row(place) for place in range(6)]
     draft = build(recipe.draft[name], shapes_of(load_config(recipe.target)))
     draft.initialise(0)
@@ -98,8 +101,8 @@ def trained(recipe: Recipe, target: Target, name: str):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
-    checkpoint.save(recipe.draft_dir(name), draft, draft.state_dict(), recipe, name, {})
-    loaded = checkpoint.load(recipe.draft_dir(name), fingerprint(recipe.target))
+    checkpoint.save(recipe.paths.draft(name), draft, draft.state_dict(), recipe, name, {})
+    loaded = checkpoint.load(recipe.paths.draft(name), fingerprint(recipe.target))
     loaded.bind(EmbeddingAndHead(target.embedding_VD, target.head, embed_head.fingerprint))
     return loaded
 
@@ -109,7 +112,7 @@ def test_the_whole_path_from_dump_to_lossless_decoding(families, dialogues, tmp_
     config, target = families[family].config, families[family].target
     recipe = small_recipe(config, dialogues, tmp_path / "run")
     dump_here(recipe)
-    row = FeatureStore(recipe.features_dir, "train", feature_spec(recipe)).row(0)
+    row = FeatureStore(recipe.paths.features, "train", feature_spec(recipe)).row(0)
     alone = target.capture(torch.from_numpy(row.input_ids).long()[None])[0]
     assert torch.allclose(row.hidden_TD.float(), alone, rtol=2**-7, atol=1e-4)  # bfloat16's last bit
     for name in recipe.draft:

@@ -260,7 +260,7 @@ def test_a_draft_is_of_what_its_features_were_dumped_from(tiny_recipe, loaded_ta
     """A target whose tokenizer changes while it is trained is another one."""
     draft = build(tiny_recipe.draft["eagle"], shapes_of(loaded_target.config))
     draft.bind(embed_head)
-    folder, spec = tiny_recipe.draft_dir("eagle"), feature_spec(tiny_recipe)
+    folder, spec = tiny_recipe.paths.draft("eagle"), feature_spec(tiny_recipe)
     save(folder, draft, draft.state_dict(), tiny_recipe, "eagle", {}, spec)
     assert require_trained_under(tiny_recipe, "eagle").target["tokenizer"] == spec.tokenizer
     save(folder, draft, draft.state_dict(), tiny_recipe, "eagle", {}, replace(spec, tokenizer="f" * 16))

@@ -10,6 +10,7 @@ from pipeline.basics import accelerator
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe import dtypes
 from pipeline.recipe.dtypes import KEPT
+from pipeline.recipe.identity import dump_hash, run_hash
 from pipeline.recipe.load import load_recipe
 from tests.kit import dump_here, recipe_tree, run_command, write_recipe, write_sharegpt
 
@@ -42,7 +43,7 @@ def test_auto_is_the_faster_dtype_and_hashes_as_if_the_recipe_named_it(recipe_fi
     recipe = load_recipe(recipe_file)
     assert by_section(recipe) == {dtype}
     named = load_recipe(recipe_file, [f"{section}.dtype={dtype}" for section in dtypes.SECTIONS])
-    assert recipe == named and recipe.hash == named.hash and recipe.dump_hash == named.dump_hash
+    assert recipe == named and run_hash(recipe) == run_hash(named) and dump_hash(recipe) == dump_hash(named)
 
 
 def test_a_run_goes_on_in_the_dtypes_that_it_began_with(recipe_file, machine):
@@ -51,7 +52,7 @@ def test_a_run_goes_on_in_the_dtypes_that_it_began_with(recipe_file, machine):
     assert dump_here(begun).spec.dtype == "float32"
     machine(0.1)
     assert load_recipe(recipe_file) == load_recipe(recipe_file, begin=True) == begun
-    elsewhere = load_recipe(recipe_file, [f"output={begun.run_dir}-2"])
+    elsewhere = load_recipe(recipe_file, [f"output={begun.paths.run}-2"])
     assert by_section(elsewhere) == {"bfloat16"}
 
 
@@ -65,7 +66,7 @@ def test_an_explicit_dtype_is_not_what_auto_became(recipe_file, machine):
 def test_every_stage_keeps_the_dtypes(recipe_file, stage):
     run_command([sys.executable, stage, str(recipe_file), "--set", "data.source=nowhere.json"])
     recipe = load_recipe(recipe_file)
-    assert json.loads((recipe.run_dir / KEPT).read_text()) == dict.fromkeys(dtypes.SECTIONS, recipe.target.dtype)
+    assert json.loads((recipe.paths.run / KEPT).read_text()) == dict.fromkeys(dtypes.SECTIONS, recipe.target.dtype)
 
 
 STRANGE = [{"target": "auto"}, {"target": ["float32"]}, {"code": "float32"}, {"eval": "float16"}]
@@ -73,7 +74,7 @@ STRANGE = [{"target": "auto"}, {"target": ["float32"]}, {"code": "float32"}, {"e
 
 @pytest.mark.parametrize("kept", STRANGE)
 def test_a_record_that_holds_something_else_is_refused(recipe_file, kept):
-    run = load_recipe(recipe_file).run_dir
+    run = load_recipe(recipe_file).paths.run
     run.mkdir()
     (run / KEPT).write_text(json.dumps(kept))
     with pytest.raises(PipelineError, match=r"expected one of .* for each of"):

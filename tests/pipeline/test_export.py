@@ -140,7 +140,7 @@ def imported(recipe, tmp_path):
     def factory(folder, settings, name="back"):
         other = with_settings(recipe, settings.to_json(), output=str(tmp_path / name))
         import_draft(folder, other, "theirs")
-        return other.draft_dir("theirs")
+        return other.paths.draft("theirs")
 
     return factory
 

@@ -139,7 +139,7 @@ def test_what_is_not_computed_here_is_refused_by_its_key(released, settings, con
     recipe, folder, _ = released(settings, **config)
     with pytest.raises(PipelineError, match=complaint):
         import_draft(folder, recipe, "theirs")
-    assert not (recipe.draft_dir("theirs") / checkpoint.CONFIG).exists()
+    assert not (recipe.paths.draft("theirs") / checkpoint.CONFIG).exists()
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_a_config_as_its_writers_save_it_is_known(released, form):
     recipe, folder, _ = released(settings)
     (folder / "config.json").write_text(json.dumps(config))
     import_draft(folder, recipe, "theirs")
-    saved = checkpoint.read_config(recipe.draft_dir("theirs"))
+    saved = checkpoint.read_config(recipe.paths.draft("theirs"))
     assert saved.shapes["rms_norm_eps"] == 1e-5 and saved.config.to_json().items() >= settings.items()
 
 

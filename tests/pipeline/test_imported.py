@@ -77,7 +77,7 @@ def test_a_released_checkpoint_becomes_ours_to_the_bit(
 ):
     recipe, folder, ours = released(settings, renamed, more, **config)
     said = import_draft(folder, recipe, "theirs")
-    draft = checkpoint.load(recipe.draft_dir("theirs"), fingerprint(recipe.target))
+    draft = checkpoint.load(recipe.paths.draft("theirs"), fingerprint(recipe.target))
     assert draft.state_dict().keys() == ours.keys()
     assert all(torch.equal(x, ours[name]) for name, x in draft.state_dict().items())
     assert draft.shapes["rms_norm_eps"] == 1e-5 and draft.shapes["rope_parameters"]["rope_theta"] == 5000.0
@@ -139,7 +139,7 @@ def test_tensors_that_are_not_the_drafts_are_refused_by_name(released, settings,
     change_weights(folder, change)
     with pytest.raises(PipelineError, match=complaint):
         import_draft(folder, recipe, "theirs")
-    assert not (recipe.draft_dir("theirs") / checkpoint.CONFIG).exists()
+    assert not (recipe.paths.draft("theirs") / checkpoint.CONFIG).exists()
 
 
 BIAS = "midlayer.self_attn.o_proj.bias"
@@ -229,7 +229,7 @@ def test_heads_whose_config_has_no_shapes_take_the_targets(
     said = import_draft(folder, recipe, "theirs")
     assert (f"dropped {UNREAD}: nothing here reads it" in said) == (UNREAD in more)
     assert_imported(recipe, ours)
-    draft = checkpoint.load(recipe.draft_dir("theirs"), fingerprint(recipe.target))
+    draft = checkpoint.load(recipe.paths.draft("theirs"), fingerprint(recipe.target))
     draft.bind(embed_head)
     got = speculative(loaded_target, LoadedMethod(draft, recipe.tree("theirs")), prompt_of(1), Sampling(16, NEVER))
     assert got.tokens == plain(loaded_target, prompt_of(1), Sampling(16, NEVER)).tokens
@@ -266,7 +266,7 @@ def test_weights_are_read_from_files_as_others_write_them(released, write, files
     write(folder, load_file(folder / "model.safetensors"))
     import_draft(folder, recipe, "theirs")
     assert_imported(recipe, ours)
-    sums = checkpoint.read_config(recipe.draft_dir("theirs")).training["imported"]["sha256"]
+    sums = checkpoint.read_config(recipe.paths.draft("theirs")).training["imported"]["sha256"]
     assert len(sums.split(", ")) == files
 
 
@@ -400,7 +400,7 @@ def test_the_command_says_what_it_did(released, tmp_path, capsys):
 def test_the_card_of_an_imported_draft_says_where_its_weights_are_from(released):
     recipe, folder, _ = released(EAGLE)
     import_draft(folder, recipe, "theirs")
-    saved = checkpoint.read_config(recipe.draft_dir("theirs"))
+    saved = checkpoint.read_config(recipe.paths.draft("theirs"))
     assert saved.training_said == "imported from released"
     text = (ROOT / "eval/release/card.md.jinja").read_text()
     begin = text.index('{% elif "imported" in training %}')

@@ -46,16 +46,16 @@ def test_before_a_release_chat_and_export_name_the_command_that_makes_one(tiny_r
     advice = rf"{file} has no release yet .*: jakiro run {file} trains.*jakiro status {file}"
     with pytest.raises(PipelineError, match=advice):
         call(main, "chat", str(file))
-    tiny_recipe.run_dir.mkdir()
+    tiny_recipe.paths.run.mkdir()
     for command in (["chat"], ["export", "--to", "vllm", "--out", str(tmp_path / "out")]):
         with pytest.raises(PipelineError, match=r"run holds no release .*expected the release of a run"):
-            call(main, *command, str(tiny_recipe.run_dir))
-        tiny_recipe.release_dir.mkdir()
-        (tiny_recipe.release_dir / "config.json").touch()
-        with pytest.raises(PipelineError, match=rf"did you mean {tiny_recipe.release_dir}\?"):
-            call(main, *command, str(tiny_recipe.run_dir))
-        (tiny_recipe.release_dir / "config.json").unlink()
-        tiny_recipe.release_dir.rmdir()
+            call(main, *command, str(tiny_recipe.paths.run))
+        tiny_recipe.paths.release.mkdir()
+        (tiny_recipe.paths.release / "config.json").touch()
+        with pytest.raises(PipelineError, match=rf"did you mean {tiny_recipe.paths.release}\?"):
+            call(main, *command, str(tiny_recipe.paths.run))
+        (tiny_recipe.paths.release / "config.json").unlink()
+        tiny_recipe.paths.release.rmdir()
 
 
 @pytest.mark.parametrize("tokens", [24, 1])

@@ -25,7 +25,7 @@ from pipeline.drafts.hydra import HydraConfig
 from pipeline.drafts.jakiro import JakiroConfig
 from pipeline.drafts.parallel.medusa import MedusaConfig
 from pipeline.drafts.parts.layers import shapes_of
-from pipeline.drafts.small_model import SmallModel, SmallModelConfig
+from pipeline.drafts.small_model import SmallModel, SmallModelConfig, small_models
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row
 from pipeline.lm.attention import additive, behind
@@ -332,9 +332,9 @@ def test_a_small_model_is_known_by_its_weights_and_named_without_its_path(tiny_r
     del tree["eval"]["methods"]
     recipe = Recipe.model_validate(tree)
     assert str(tmp_path) not in json.dumps(public_recipe(recipe)["draft"])
-    first = fingerprint(recipe.small_models["small"])
+    first = fingerprint(small_models(recipe.draft)["small"])
     save_tiny_target(tmp_path / "one", seed=1)
-    assert fingerprint(recipe.small_models["small"]) != first
+    assert fingerprint(small_models(recipe.draft)["small"]) != first
 
 
 @pytest.mark.parametrize(

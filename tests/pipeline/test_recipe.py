@@ -16,6 +16,7 @@ from pipeline.basics.settings import Settings
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
 from pipeline.lm.config import ENGINE_KEYS
+from pipeline.recipe.identity import calibration_hash, dump_hash, regenerate_hash, run_hash, train_hash
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from tests.kit import recipe_tree
@@ -73,8 +74,8 @@ def test_a_minimal_recipe_takes_every_default(recipe_file):
     assert recipe.train.epochs == 20
     assert recipe.tree("main").nodes == 12
     assert recipe.tree("other").nodes == 60
-    assert recipe.run_dir == Path("runs/small")
-    assert recipe.draft_dir("main") == Path("runs/small/drafts/main")
+    assert recipe.paths.run == Path("runs/small")
+    assert recipe.paths.draft("main") == Path("runs/small/drafts/main")
 
 
 # -- misspelt keys ---------------------------------------------------------------------------------------------------
@@ -315,7 +316,7 @@ def test_the_resolved_recipe_loads_again_with_the_same_hash(recipe_file, tmp_pat
     resolved.write_text(json.dumps(recipe.model_dump(mode="json")))
     again = load_recipe(resolved)
     assert again == recipe
-    assert again.hash == recipe.hash
+    assert run_hash(again) == run_hash(recipe)
 
 
 def test_the_recipe_beside_an_artifact_loads_again_with_the_same_hash(recipe_file, tmp_path):
@@ -323,8 +324,8 @@ def test_the_recipe_beside_an_artifact_loads_again_with_the_same_hash(recipe_fil
     recipe = load_recipe(recipe_file)
     write_provenance(tmp_path, recipe)
     again = load_recipe(tmp_path / "recipe.json")
-    assert again.hash == recipe.hash
-    assert again.train_hash("main") == recipe.train_hash("main")
+    assert run_hash(again) == run_hash(recipe)
+    assert train_hash(again, "main") == train_hash(recipe, "main")
 
 
 # -- hashes ----------------------------------------------------------------------------------------------------------
@@ -392,18 +393,18 @@ of_any_value = pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 @of_any_value
 def test_the_hash_depends_on_every_key_that_changes_a_figure(tree):
     recipe = Recipe.model_validate(tree)
-    assert changing(recipe, lambda r: r.hash) == leaves(recipe, "") - RUNTIME - JOBS
+    assert changing(recipe, run_hash) == leaves(recipe, "") - RUNTIME - JOBS
 
 
 @of_any_value
 def test_the_dump_hash_depends_on_what_shards_hold(tree):
     recipe = Recipe.model_validate(tree)
     expected = leaves(recipe, "target.", "data.", "features.") - RUNTIME - MEASURED - ANSWERED
-    assert changing(recipe, lambda r: r.dump_hash) == expected
-    assert changing(recipe, lambda r: r.answers_hash) == expected | ANSWERED
+    assert changing(recipe, dump_hash) == expected
+    assert changing(recipe, lambda r: calibration_hash(r, dump_hash(r))) == expected | ANSWERED
     tree["data"]["answers"] = "target"
     asked = leaves(recipe, "seed", "regenerate.") - RUNTIME - JOBS
-    assert changing(Recipe.model_validate(tree), lambda r: r.dump_hash) == expected | asked | {"target.engine"}
+    assert changing(Recipe.model_validate(tree), dump_hash) == expected | asked | {"target.engine"}
 
 
 @of_any_value
@@ -413,10 +414,10 @@ def test_the_train_hash_depends_on_what_weights_depend_on(tree):
     expected = leaves(recipe, "seed", "target.", "data.", "features.", "train.", "draft.jakiro.")
     expected -= RUNTIME | MEASURED | ANSWERED | {"train.learning_rates", "train.validate_every"}  # rates of others
     assert {"train.learning_rate", "draft.jakiro.contrast"} <= expected
-    assert changing(recipe, lambda r: r.train_hash("jakiro")) == expected
+    assert changing(recipe, lambda r: train_hash(r, "jakiro")) == expected
     watched = Recipe.model_validate({**tree, "train": {**tree["train"], "keep": "best"}})  # the estimated tau decides
     expected |= {"train.validate_every"} | ANSWERED | leaves(recipe, "eval.methods.jakiro.tree.")
-    assert changing(watched, lambda r: r.train_hash("jakiro")) == expected
+    assert changing(watched, lambda r: train_hash(r, "jakiro")) == expected
 
 
 @of_any_value
@@ -424,7 +425,7 @@ def test_the_regenerate_hash_depends_on_what_answers_depend_on(tree):
     recipe = Recipe.model_validate(tree)
     later = {"data.answers", "data.calibration_prompts", *(f"data.{key}" for key in LATER.split())}
     expected = leaves(recipe, "seed", "target.", "data.", "regenerate.") - RUNTIME - {"target.device"} - later
-    assert changing(recipe, lambda r: r.regenerate_hash) == expected
+    assert changing(recipe, regenerate_hash) == expected
 
 
 def test_hashes_are_stable_under_the_order_of_keys(tree):
@@ -433,25 +434,27 @@ def test_hashes_are_stable_under_the_order_of_keys(tree):
 
     recipe, backwards = Recipe.model_validate(tree), Recipe.model_validate(reversed_keys(tree))
     assert list(recipe.draft) != list(backwards.draft)
-    assert recipe.hash == backwards.hash
-    assert recipe.dump_hash == backwards.dump_hash
-    assert recipe.train_hash("eagle") == backwards.train_hash("eagle")
+    assert run_hash(recipe) == run_hash(backwards)
+    assert dump_hash(recipe) == dump_hash(backwards)
+    assert train_hash(recipe, "eagle") == train_hash(backwards, "eagle")
 
 
 def test_a_default_that_is_spelt_out_changes_no_hash(recipe_file):
-    assert load_recipe(recipe_file, ["train.epochs=20", "data.max_length=2048"]).hash == load_recipe(recipe_file).hash
+    assert run_hash(load_recipe(recipe_file, ["train.epochs=20", "data.max_length=2048"])) == run_hash(
+        load_recipe(recipe_file)
+    )
 
 
 def test_a_draft_may_have_a_learning_rate_of_its_own(recipe_file):
     plain, own = load_recipe(recipe_file), load_recipe(recipe_file, ["train.learning_rates.main=0.5"])
     assert own.training("main").learning_rate == 0.5 and own.training("other") == plain.training("other") == plain.train
-    assert own.train_hash("other") == plain.train_hash("other")
-    assert own.train_hash("main") == load_recipe(recipe_file, ["train.learning_rate=0.5"]).train_hash("main")
+    assert train_hash(own, "other") == train_hash(plain, "other")
+    assert train_hash(own, "main") == train_hash(load_recipe(recipe_file, ["train.learning_rate=0.5"]), "main")
 
 
 def test_two_drafts_that_differ_only_in_their_tree_share_a_train_hash(recipe_file):
     recipe = load_recipe(
         recipe_file, ["draft.flat.kind=jakiro", "eval.methods.flat.tree={depth=1, top_k=4, nodes=5, parallel=1}"]
     )
-    assert recipe.train_hash("flat") == recipe.train_hash("main")
-    assert recipe.train_hash("other") != recipe.train_hash("main")
+    assert train_hash(recipe, "flat") == train_hash(recipe, "main")
+    assert train_hash(recipe, "other") != train_hash(recipe, "main")

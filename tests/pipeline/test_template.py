@@ -17,6 +17,7 @@ from pipeline.lm.chat import prompt_ids, render, template_fingerprint
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import load_tokenizer
 from pipeline.lm.template import apply_settings, template_settings
+from pipeline.recipe.identity import calibration_hash, dump_hash, regenerate_hash, run_hash, train_hash
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from tests.kit import recipe_tree, write_recipe, write_sharegpt
@@ -177,7 +178,13 @@ def thoughtful(tiny_target, tmp_path) -> Path:
 
 
 def hashes(recipe: Recipe) -> list[str]:
-    return [recipe.hash, recipe.dump_hash, recipe.answers_hash, recipe.regenerate_hash, recipe.train_hash("eagle")]
+    return [
+        run_hash(recipe),
+        dump_hash(recipe),
+        calibration_hash(recipe, dump_hash(recipe)),
+        regenerate_hash(recipe),
+        train_hash(recipe, "eagle"),
+    ]
 
 
 @pytest.mark.parametrize(

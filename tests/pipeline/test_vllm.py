@@ -182,7 +182,9 @@ def test_a_dump_by_an_engine_has_the_rows_and_the_states_of_one_by_transformers(
         recipe = Recipe.model_validate(tree)
         manifests[engine] = dump_here(recipe)
         spec = feature_spec(recipe)
-        stores[engine] = [FeatureStore(recipe.features_dir, split, spec) for split in ("train", "validation", ANSWERS)]
+        stores[engine] = [
+            FeatureStore(recipe.paths.features, split, spec) for split in ("train", "validation", ANSWERS)
+        ]
     made, own = manifests["vllm"].spec, manifests["transformers"].spec
     assert all(shard.off is None for shard in manifests["transformers"].shards)
     assert all(0 < shard.off < 1e-5 for shard in (*manifests["vllm"].shards, *manifests["vllm"].answers))
@@ -196,13 +198,13 @@ def test_a_dump_by_an_engine_has_the_rows_and_the_states_of_one_by_transformers(
             last = len(want.input_ids) - (ours is stores["transformers"][2])
             torch.testing.assert_close(got.hidden_TD[:last], want.hidden_TD[:last])
             torch.testing.assert_close(got.auxiliary_TKD[:last], want.auxiliary_TKD[:last])
-    said, wrong = compare(recipe.features_dir, made, recipe.target, 4, against="transformers")
+    said, wrong = compare(recipe.paths.features, made, recipe.target, 4, against="transformers")
     assert wrong is None and said[1].startswith("vllm 0.0.0 against transformers")
     assert [line.split(":")[0].strip() for line in said[2:4]] == ["the last state, normed", "layer 1"]
     (_, same, tokens) = re.fullmatch(r"(.*) after ([\d,]+) of ([\d,]+) tokens", said[4]).groups()
     assert same == tokens
     other = recipe.target.model_copy(update={"model": str(save_tiny_target(tmp_path / "other", seed=1))})
-    assert compare(recipe.features_dir, made, other, 4, against="transformers")[1] is not None
+    assert compare(recipe.paths.features, made, other, 4, against="transformers")[1] is not None
     tree["target"] = {k: v for k, v in tree["target"].items() if not k.startswith("engine")}
     with pytest.raises(PipelineError, match=r"computed by vllm 0.0.0, this run has transformers \d"):
         dump_here(Recipe.model_validate(tree))
@@ -239,12 +241,12 @@ def test_answers_and_their_states_come_out_of_one_job_as_they_do_of_two(environm
         assert (manifest.text == {}) == (way != "regenerated")
         found[way] = {}
         for split in ("train", "validation"):
-            store = FeatureStore(recipe.features_dir, split, spec)
+            store = FeatureStore(recipe.paths.features, split, spec)
             found[way] |= {row.doc_id: row for row in map(store.row, range(len(store)))}
         counts = manifest.accounting
         fates = sum(counts["rejected"].values()) + sum(counts["skipped"].values())
         assert counts["accepted"] + fates == 40 == counts["records"] and len(found[way]) == counts["accepted"] > 20
-        assert damaged_shards(recipe.features_dir, manifest) == {}
+        assert damaged_shards(recipe.paths.features, manifest) == {}
     assert found["vllm"].keys() == found["transformers"].keys() == found["regenerated"].keys()
     longer = 0
     for doc_id, row in found["transformers"].items():
@@ -262,7 +264,7 @@ def test_answers_and_their_states_come_out_of_one_job_as_they_do_of_two(environm
     tree |= {"output": str(tmp_path / "transformers")}
     tree["data"] |= {"answers": "target", "source": str(tmp_path / "data.json")}
     again = Recipe.model_validate(tree)
-    folder = again.features_dir
+    folder = again.paths.features
     whole = {path.name: path.read_bytes() for path in folder.glob("*.arrow")}
     (folder / "text-train-000001.arrow").unlink()  # with it its shard is made again
     dump_here(again)

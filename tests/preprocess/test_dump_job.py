@@ -105,7 +105,7 @@ def test_its_progress_counts_all_tokens_and_ends_at_its_total(tiny_recipe, monke
     assert most != 2000 or max(known) < 1.5 * whole
     dump_here(recipe.model_copy(update={"data": data.model_copy(update={"calibration_prompts": 3})}))
     kept = tokens_of(manifest, *SPLITS)  # what is there is done; the answers are given anew
-    anew = tokens_of(Manifest.load(recipe.features_dir), *SPLITS, ANSWERS)
+    anew = tokens_of(Manifest.load(recipe.paths.features), *SPLITS, ANSWERS)
     assert Shown.last.shown[0] == (kept, 0) and Shown.last.shown[-1] == (anew, anew)
 
 
@@ -150,7 +150,7 @@ def test_an_interrupted_dump_says_what_is_made_again(tiny_recipe, monkeypatch):
     features = tiny_recipe.features.model_copy(update={"batch_tokens": 100})
     with pytest.raises(KeyboardInterrupt) as caught:
         dump_here(tiny_recipe.model_copy(update={"features": features}))
-    kept = tokens_of(Manifest.load(tiny_recipe.features_dir), *SPLITS)
+    kept = tokens_of(Manifest.load(tiny_recipe.paths.features), *SPLITS)
     lost = Shown.last.shown[-1][0] - kept
     assert kept > 0 and lost > 0
     assert caught.value.__notes__ == [f"but the {lost:,} tokens of what is in work, which are made again"]

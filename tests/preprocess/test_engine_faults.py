@@ -35,7 +35,7 @@ def by_engine(target: Path, folder: Path, name: str, fault: str = "", **features
 
 
 def content(recipe: Recipe) -> dict[str, tuple[str, dict]]:
-    manifest = Manifest.load(recipe.features_dir)
+    manifest = Manifest.load(recipe.paths.features)
     return {shard.name: (shard.sha256, shard.rejected) for shard in (*manifest.shards, *manifest.answers)}
 
 
@@ -66,7 +66,7 @@ def test_a_dialogue_that_an_engine_never_answers_is_set_aside(tiny_target, tmp_p
     assert caplog.text.count("it gave no sign of life for") == 2 and len(engines.started(python)) == 3
     wait_until(lambda: not engines.left_of(python))
     spec = feature_spec(recipe)
-    stores = [FeatureStore(recipe.features_dir, split, spec) for split in ("train", "validation")]
+    stores = [FeatureStore(recipe.paths.features, split, spec) for split in ("train", "validation")]
     assert Counter(store.row(n).doc_id for store in stores for n in range(len(store))) == Counter(
         f"doc{n}" for n in range(COUNT) if n != 7
     )

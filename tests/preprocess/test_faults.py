@@ -100,7 +100,7 @@ def content(folder: Path) -> dict[str, tuple[str, dict]]:
 
 def doc_ids(recipe: Path, folder: Path) -> Counter:
     loaded = load_recipe(recipe, [f"output={folder / 'run'}"])
-    stores = [FeatureStore(loaded.features_dir, split, feature_spec(loaded)) for split in ("train", "validation")]
+    stores = [FeatureStore(loaded.paths.features, split, feature_spec(loaded)) for split in ("train", "validation")]
     return Counter(store.row(index).doc_id for store in stores for index in range(len(store)))
 
 

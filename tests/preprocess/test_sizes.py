@@ -41,7 +41,7 @@ def test_too_few_held_out_dialogues_are_told_with_every_number_before_a_dump(rec
     for start in (dump, lambda wrong: make(wrong, {})):
         with pytest.raises(PipelineError, match="wants at least 101"):
             start(wants)
-    assert not list(wants.run_dir.rglob("*.arrow"))
+    assert not list(wants.paths.run.rglob("*.arrow"))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_warm_up_that_outlasts_the_run_is_refused_before_the_dump(recipe):
     late = recipe(60, train={"warmup_steps": steps})
     with pytest.raises(PipelineError, match=f"warmup_steps={steps}, but the run has {steps} steps"):
         dump_here(late)
-    assert not list(late.run_dir.rglob("*.arrow"))
+    assert not list(late.paths.run.rglob("*.arrow"))
     require_sizes(recipe(60, train={"warmup_steps": steps, "schedule": "constant"}))
     with pytest.raises(PipelineError, match="7 training dialogues do not fill one global batch of 8"):
         require_sizes(recipe(60, data={"max_dialogues": 7}))

@@ -104,14 +104,14 @@ def fetched(recipe_file: Path, output: Path) -> tuple[Recipe, FeatureSpec]:
 @pytest.mark.real
 def test_shards_are_in_the_store_only_and_the_same_bytes(dumped, tmp_path):
     recipe_file, url, expected = dumped
-    assert not list(load_recipe(recipe_file).features_dir.glob("*.arrow"))
+    assert not list(load_recipe(recipe_file).paths.features.glob("*.arrow"))
     assert {*expected, MANIFEST, HELDOUT_PROMPTS, "rejected.jsonl", "recipe.json", "provenance.json"} == set(
         Store(url).sizes()
     )
     recipe, spec = fetched(recipe_file, tmp_path)
-    assert checksums(recipe.features_dir) == expected
-    assert len(FeatureStore(recipe.features_dir, "train", spec)) > 20
-    public = json.loads((load_recipe(recipe_file).features_dir / "recipe.json").read_text())
+    assert checksums(recipe.paths.features) == expected
+    assert len(FeatureStore(recipe.paths.features, "train", spec)) > 20
+    public = json.loads((load_recipe(recipe_file).paths.features / "recipe.json").read_text())
     assert public["features"]["store"] == "s3://"
 
 
@@ -119,7 +119,7 @@ def test_shards_are_in_the_store_only_and_the_same_bytes(dumped, tmp_path):
 def test_another_head_node_goes_on_where_the_first_stopped(dumped, tmp_path):
     """An unfinished manifest and a lost object, in the store; an empty disk here."""
     recipe_file, url, expected = dumped
-    store, manifest = Store(url), Manifest.load(load_recipe(recipe_file).features_dir)
+    store, manifest = Store(url), Manifest.load(load_recipe(recipe_file).paths.features)
     store.delete(sorted(expected)[1])
     manifest.complete = False
     (tmp_path / "edited").mkdir()
@@ -127,7 +127,7 @@ def test_another_head_node_goes_on_where_the_first_stopped(dumped, tmp_path):
     store.put(tmp_path / "edited" / MANIFEST)
     dump_here(load_recipe(recipe_file, [f"output={tmp_path / 'again'}"]))
     recipe, _ = fetched(recipe_file, tmp_path / "trainer")
-    assert checksums(recipe.features_dir) == expected
+    assert checksums(recipe.paths.features) == expected
 
 
 @pytest.mark.real
@@ -161,12 +161,12 @@ def test_what_is_damaged_here_only_is_fetched_again(dumped, tmp_path):
     recipe, _ = fetched(recipe_file, tmp_path)
     before = Store(url).sizes()
     name = sorted(expected)[0]
-    flip(recipe.features_dir / name)
-    arguments = [str(recipe.features_dir), "--rows", "0"]
+    flip(recipe.paths.features / name)
+    arguments = [str(recipe.paths.features), "--rows", "0"]
     with pytest.raises(PipelineError, match="give the one that it was dumped with"):
         call(verify.main, *arguments, "--repair")
     call(verify.main, *arguments, "--recipe", str(recipe_file))
-    assert sha256(recipe.features_dir / name) == expected[name] and Store(url).sizes() == before
+    assert sha256(recipe.paths.features / name) == expected[name] and Store(url).sizes() == before
 
 
 @pytest.mark.real
@@ -181,7 +181,7 @@ def test_a_finished_dump_can_move_into_a_store(dumped, tmp_path):
     assert stamps and not list((tmp_path / "run/features").glob("*.arrow"))
     recipe = load_recipe(recipe_file, [f"output={tmp_path / 'again'}", f'features.store="{url}"'])
     fetch(recipe, feature_spec(recipe))
-    assert checksums(recipe.features_dir) == expected
+    assert checksums(recipe.paths.features) == expected
 
 
 def test_a_dump_that_is_not_finished_is_not_fetched(tiny_recipe, tmp_path):
@@ -189,11 +189,11 @@ def test_a_dump_that_is_not_finished_is_not_fetched(tiny_recipe, tmp_path):
     (tmp_path / "store").mkdir()
     Manifest(spec, []).save(tmp_path / "store")
     recipe = tiny_recipe.with_features(store=f"file://{tmp_path}/store")
-    recipe.features_dir.mkdir(parents=True)
-    Manifest(spec, [], complete=True, answers_hash="mine").save(recipe.features_dir)
+    recipe.paths.features.mkdir(parents=True)
+    Manifest(spec, [], complete=True, answers_hash="mine").save(recipe.paths.features)
     with pytest.raises(PipelineError, match="the dump is not finished"):
         fetch(recipe, spec)
-    assert Manifest.load(recipe.features_dir).answers_hash == "mine"  # what was here is untouched
+    assert Manifest.load(recipe.paths.features).answers_hash == "mine"  # what was here is untouched
 
 
 def test_a_shard_that_was_dumped_anew_with_its_old_size_is_fetched_again(tiny_recipe, tmp_path):
@@ -208,7 +208,7 @@ def test_a_shard_that_was_dumped_anew_with_its_old_size_is_fetched_again(tiny_re
         prompts = sha256(store / HELDOUT_PROMPTS)
         Manifest(feature_spec(tiny_recipe), [record], complete=True, prompts_sha256=prompts).save(store)
         fetch(recipe)
-        assert (recipe.features_dir / name).read_text() == content
+        assert (recipe.paths.features / name).read_text() == content
 
 
 @pytest.mark.parametrize("name", ["../../pwned.txt", "manifest.json"])
@@ -249,7 +249,7 @@ def test_held_out_prompts_that_changed_in_the_store_do_not_arrive(tiny_recipe, t
     (store / HELDOUT_PROMPTS).write_text('{"turns": ["who?"]}\n')
     with pytest.raises(PipelineError, match=r"heldout_prompts.jsonl is damaged there"):
         heldout_prompts(recipe)
-    assert "why" in (recipe.features_dir / HELDOUT_PROMPTS).read_text()
+    assert "why" in (recipe.paths.features / HELDOUT_PROMPTS).read_text()
 
 
 @pytest.mark.real
@@ -264,4 +264,4 @@ def test_features_of_other_settings_are_not_even_fetched(dumped, tmp_path):
 def test_without_a_store_nothing_is_fetched(tiny_recipe):
     assert store_of(tiny_recipe) is None
     fetch(tiny_recipe)
-    assert not tiny_recipe.features_dir.exists()
+    assert not tiny_recipe.paths.features.exists()

@@ -269,7 +269,7 @@ def test_dialogues_whose_features_are_not_finite_are_rejected_by_id(tmp_path, so
 
 def test_the_answers_are_plain_decodings_and_the_features_theirs(source, tiny_target, loaded_target):
     recipe = recipe_for(source, tiny_target, features={"stored_dtype": "float32"})
-    folder = recipe.features_dir
+    folder = recipe.paths.features
     (task,) = [task for task in planned(recipe)[1] if task.split == ANSWERS]
     beats = []
     worker = FeatureWorker(recipe, folder, feature_spec(recipe), lambda items, done: beats.append((items, done)))

@@ -40,7 +40,7 @@ def dump_for(target: Path, folder: Path, **features: str) -> tuple[Path, Path]:
     path = write_recipe(tree, folder / "recipe")
     recipe = load_recipe(path)
     assert dump_here(recipe).total("train", "rows") == 40
-    return path, recipe.features_dir
+    return path, recipe.paths.features
 
 
 def run_training(

@@ -19,6 +19,7 @@ from pipeline.basics.files import sha256
 from pipeline.features.shards import QUESTIONS, FeatureStore, Manifest
 from pipeline.lm.chat import Unusable
 from pipeline.lm.model import load_tokenizer
+from pipeline.recipe.identity import run_hash, train_hash
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.stages import features_state
@@ -60,19 +61,19 @@ def asked(tiny_target, tmp_path_factory) -> tuple[Path, Path]:
             record["conversations"][0]["value"] += " why?" * 40
     source.write_text(json.dumps(records))
     dump_here(recipe)
-    return path, recipe.features_dir
+    return path, recipe.paths.features
 
 
 def test_the_dump_keeps_questions_and_a_sample_and_accounts_for_all(asked, tmp_path):
     recipe, manifest = load_recipe(asked[0], list(WINDOW)), Manifest.load(asked[1])
     assert manifest.of("train") == [] and manifest.lacks("train") == manifest.text[QUESTIONS].rows == 44
     assert 0 < manifest.text["train"].rows < 8 and features_state(recipe)[0]
-    before = checksums(recipe.features_dir)
-    assert damaged_shards(recipe.features_dir, manifest, "window") == {}
-    (recipe.features_dir / "text-train.arrow").unlink()
+    before = checksums(recipe.paths.features)
+    assert damaged_shards(recipe.paths.features, manifest, "window") == {}
+    (recipe.paths.features / "text-train.arrow").unlink()
     assert not features_state(recipe)[0]
     dump_here(recipe)
-    assert checksums(recipe.features_dir) == before
+    assert checksums(recipe.paths.features) == before
 
 
 class Stopped(Exception):
@@ -85,14 +86,14 @@ def answered(asked, tmp_path_factory) -> Path:
     recipe = copied(asked, tmp_path_factory.mktemp("answered"))
 
     def read_wanted(_: Recipe) -> Wanted:
-        if len(Manifest.load(recipe.features_dir).of("train")) == 6:
+        if len(Manifest.load(recipe.paths.features).of("train")) == 6:
             raise Stopped
         return Wanted(list(range(6)), 6, 6)
 
     with pytest.MonkeyPatch.context() as patched, without_ray(), pytest.raises(Stopped):
         patched.setattr(feeder, "read_wanted", read_wanted)
         feeder.feed(recipe)
-    return recipe.features_dir
+    return recipe.paths.features
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ def test_either_side_is_stopped_and_the_weights_are_those_of_answers_that_were_a
         return read_wanted(recipe)
 
     monkeypatch.setattr(feeder, "read_wanted", until_stopped)
-    with watched(recipe.features_dir) as seen, ThreadPoolExecutor(2) as threads, without_ray():
+    with watched(recipe.paths.features) as seen, ThreadPoolExecutor(2) as threads, without_ray():
         first = threads.submit(feeder.feed, recipe)
         with monkeypatch.context() as patched, pytest.raises(Stopped):
             patched.setattr(_Run, "_one_step", first_steps)
@@ -150,7 +151,7 @@ def test_either_side_is_stopped_and_the_weights_are_those_of_answers_that_were_a
     assert 0 < max(seen) <= sum(sizes[-AT_ONCE:]) < sum(sizes)
     steps = [[line["step"] for line in lines_of(output, kind)] for kind in ("train", "validation")]
     assert len(steps[0]) == 22 - 4 and steps[1][-1] == 22  # two steps of an epoch have no dialogue
-    assert list(dict(read_rejected(recipe.features_dir)).values()).count("too_long") == len(LONG)
+    assert list(dict(read_rejected(recipe.paths.features)).values()).count("too_long") == len(LONG)
 
 
 def test_answers_come_through_a_store(asked, weights, tmp_path):
@@ -159,7 +160,7 @@ def test_answers_come_through_a_store(asked, weights, tmp_path):
     recipe = load_recipe(asked[0], [f"output={tmp_path / 'run'}", *sets])
     dump_here(recipe)
     lasting = checksums(store)
-    assert lasting == checksums(asked[1]) and not list(recipe.features_dir.glob("*.arrow"))
+    assert lasting == checksums(asked[1]) and not list(recipe.paths.features.glob("*.arrow"))
     with ThreadPoolExecutor(1) as thread, without_ray():
         feeding = thread.submit(feeder.feed, recipe)
         train_here(asked, tmp_path / "run", *sets)
@@ -172,7 +173,7 @@ def test_a_dump_that_keeps_all_has_the_same_rows_in_another_order_and_is_another
     """No training goes on with the other's."""
     recipe = copied(asked, tmp_path)
     kept = load_recipe(asked[0], [f"output={tmp_path}"])
-    assert kept.train_hash("jakiro") != recipe.train_hash("jakiro") and kept.hash != recipe.hash
+    assert train_hash(kept, "jakiro") != train_hash(recipe, "jakiro") and run_hash(kept) != run_hash(recipe)
     with pytest.raises(PipelineError, match=r"was dumped for features.keep='window': run the dump again"):
         train_here(asked, tmp_path)
     assert (

@@ -42,72 +42,74 @@ def content(folder: Path) -> dict[str, str]:
 
 
 def test_a_nodes_ranks_bring_its_shards_once(shared, monkeypatch):
-    spec, brought = Manifest.load(shared.features_dir).spec, []
+    spec, brought = Manifest.load(shared.paths.features).spec, []
     get = Store.get
     monkeypatch.setattr(Store, "get", lambda *given: brought.append(given[1]) or get(*given))
     with ThreadPoolExecutor(4) as node:
         list(node.map(lambda _: features.bring(shared, spec), range(4)))
-    assert content(shared.shards_dir) == content(shared.features_dir)
-    assert sorted(brought) == sorted(content(shared.features_dir))
-    (shared.shards_dir / brought[0]).write_bytes(b"half")
+    assert content(shared.paths.shards) == content(shared.paths.features)
+    assert sorted(brought) == sorted(content(shared.paths.features))
+    (shared.paths.shards / brought[0]).write_bytes(b"half")
     features.bring(shared, spec)
-    assert content(shared.shards_dir) == content(shared.features_dir) and brought[-1] == brought[0]
-    manifest = Manifest.load(shared.features_dir)
+    assert content(shared.paths.shards) == content(shared.paths.features) and brought[-1] == brought[0]
+    manifest = Manifest.load(shared.paths.features)
     name = manifest.shards[1].name
-    flip(shared.features_dir / name)  # dumped anew, of the same size
-    manifest.shards[1] = replace(manifest.shards[1], sha256=sha256(shared.features_dir / name))
-    manifest.save(shared.features_dir)
+    flip(shared.paths.features / name)  # dumped anew, of the same size
+    manifest.shards[1] = replace(manifest.shards[1], sha256=sha256(shared.paths.features / name))
+    manifest.save(shared.paths.features)
     features.bring(shared, spec)
-    assert content(shared.shards_dir) == content(shared.features_dir) and brought[-1] == name
+    assert content(shared.paths.shards) == content(shared.paths.features) and brought[-1] == name
 
 
 def test_from_a_store_they_come_to_the_place_that_is_named(shared, tmp_path):
-    store = shutil.copytree(shared.features_dir, tmp_path / "store")
+    store = shutil.copytree(shared.paths.features, tmp_path / "store")
     expected, spec = content(store), Manifest.load(store).spec
-    shutil.rmtree(shared.features_dir)
+    shutil.rmtree(shared.paths.features)
     recipe = shared.with_features(store=f"file://{store}")
     features.bring(recipe, spec)
-    assert content(recipe.shards_dir) == expected and not recipe.features_dir.exists()
-    with pytest.raises(PipelineError, match=f"{recipe.shards_dir}.* features of another chat template"):
+    assert content(recipe.paths.shards) == expected and not recipe.paths.features.exists()
+    with pytest.raises(PipelineError, match=f"{recipe.paths.shards}.* features of another chat template"):
         features.bring(recipe, replace(spec, template="1" * 16))
 
 
 def test_nothing_is_brought_where_no_place_is_named(dumped):
     recipe = load_recipe(dumped[0])
-    before = {path: path.stat() for path in recipe.features_dir.iterdir()}
-    features.bring(recipe, Manifest.load(recipe.features_dir).spec)
-    assert recipe.shards_dir == recipe.features_dir
-    assert before == {path: path.stat() for path in recipe.features_dir.iterdir()}
+    before = {path: path.stat() for path in recipe.paths.features.iterdir()}
+    features.bring(recipe, Manifest.load(recipe.paths.features).spec)
+    assert recipe.paths.shards == recipe.paths.features
+    assert before == {path: path.stat() for path in recipe.paths.features.iterdir()}
 
 
 def test_what_is_damaged_in_the_shared_folder_does_not_arrive(shared):
-    name = min(content(shared.features_dir))
-    flip(shared.features_dir / name)
-    with pytest.raises(PipelineError, match=rf"{shared.features_dir}: {name} is damaged there, its SHA-256 is not"):
-        features.bring(shared, Manifest.load(shared.features_dir).spec)
-    assert not (shared.shards_dir / name).exists() and not list(shared.shards_dir.glob(".features*"))
-    (shared.features_dir / name).unlink()
-    with pytest.raises(PipelineError, match=f"{shared.features_dir} has no {name}"):
-        features.bring(shared, Manifest.load(shared.features_dir).spec)
+    name = min(content(shared.paths.features))
+    flip(shared.paths.features / name)
+    with pytest.raises(PipelineError, match=rf"{shared.paths.features}: {name} is damaged there, its SHA-256 is not"):
+        features.bring(shared, Manifest.load(shared.paths.features).spec)
+    assert not (shared.paths.shards / name).exists() and not list(shared.paths.shards.glob(".features*"))
+    (shared.paths.features / name).unlink()
+    with pytest.raises(PipelineError, match=f"{shared.paths.features} has no {name}"):
+        features.bring(shared, Manifest.load(shared.paths.features).spec)
 
 
 def test_a_place_that_holds_another_dump_is_refused(shared):
-    manifest = Manifest.load(shared.features_dir)
-    shared.shards_dir.mkdir()
-    replace(manifest, spec=replace(manifest.spec, template="0" * 16)).save(shared.shards_dir)
-    with pytest.raises(PipelineError, match=f"{shared.shards_dir}.* features of another chat template"):
+    manifest = Manifest.load(shared.paths.features)
+    shared.paths.shards.mkdir()
+    replace(manifest, spec=replace(manifest.spec, template="0" * 16)).save(shared.paths.shards)
+    with pytest.raises(PipelineError, match=f"{shared.paths.shards}.* features of another chat template"):
         features.bring(shared, manifest.spec)
-    assert not content(shared.shards_dir)
+    assert not content(shared.paths.shards)
 
 
 def test_a_place_whose_manifest_is_of_another_version_or_damaged_says_to_remove_it(shared):
     """The dump is sound: nobody is told to dump again, and nothing there is written over."""
-    spec = Manifest.load(shared.features_dir).spec
+    spec = Manifest.load(shared.paths.features).spec
     features.bring(shared, spec)
-    manifest = shared.shards_dir / "manifest.json"
+    manifest = shared.paths.shards / "manifest.json"
     for change in (lambda: change_sealed(manifest, lambda raw: raw["spec"].update(version=1)), lambda: flip(manifest)):
         change()
-        with pytest.raises(PipelineError, match=f"train.shards {shared.shards_dir}: .* Remove that folder") as refused:
+        with pytest.raises(
+            PipelineError, match=f"train.shards {shared.paths.shards}: .* Remove that folder"
+        ) as refused:
             features.bring(shared, spec)
         assert "dump again" not in str(refused.value)
 
@@ -145,8 +147,8 @@ def alone(monkeypatch) -> None:
 @pytest.mark.parametrize("word", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"])
 def test_each_host_checks_all_of_its_shards(shared, alone, monkeypatch, word):
     """Whatever its ranks' numbers in the whole job are; a rank that knows of no others checks all itself."""
-    names = sorted(record.name for record in Manifest.load(shared.features_dir).files)
-    features.bring(shared, Manifest.load(shared.features_dir).spec)
+    names = sorted(record.name for record in Manifest.load(shared.paths.features).files)
+    features.bring(shared, Manifest.load(shared.paths.features).spec)
     checked: list[str] = []
 
     def read(_, record, checksum: bool = True) -> None:
@@ -166,18 +168,18 @@ def test_each_host_checks_all_of_its_shards(shared, alone, monkeypatch, word):
 
 
 def test_a_shard_that_is_damaged_on_one_host_ends_all_ranks_by_name(shared, alone, monkeypatch):
-    spec = Manifest.load(shared.features_dir).spec
+    spec = Manifest.load(shared.paths.features).spec
     features.bring(shared, spec)
     opened = features.open_checked(shared, spec)
     assert [len(store) for store in opened[:2]] == [40, 8]
-    name = max(content(shared.shards_dir))
-    flip(shared.shards_dir / name)
-    with pytest.raises(PipelineError, match=f"{shared.shards_dir}/{name} on .* it is brought anew") as damaged:
+    name = max(content(shared.paths.shards))
+    flip(shared.paths.shards / name)
+    with pytest.raises(PipelineError, match=f"{shared.paths.shards}/{name} on .* it is brought anew") as damaged:
         features.open_checked(shared, spec)
-    (shared.shards_dir / name).unlink()
+    (shared.paths.shards / name).unlink()
     features.bring(shared, spec)  # now whole here, but not on the host of another rank
     monkeypatch.setattr(ranks, "dist", Together(["", str(damaged.value)]))
-    with pytest.raises(PipelineError, match=f"{shared.shards_dir}/{name} on "):
+    with pytest.raises(PipelineError, match=f"{shared.paths.shards}/{name} on "):
         features.open_checked(shared, spec)
 
 

@@ -50,7 +50,7 @@ def push(recipe: Recipe) -> str:
 
 
 def names(recipe: Recipe) -> set[str]:
-    listed = {record.name for record in Manifest.load(recipe.features_dir).files}
+    listed = {record.name for record in Manifest.load(recipe.paths.features).files}
     return listed | {MANIFEST, HELDOUT_PROMPTS, "recipe.json", "README.md"}
 
 
@@ -62,14 +62,16 @@ def test_they_go_in_parts_and_the_manifest_last(recipe, hub):
     parts = [commit["changes"] for commit in hub.commits]
     assert len(parts) > 2 and all(len(part) <= 3 for part in parts[:-1])
     assert MANIFEST in parts[-1] and not any(MANIFEST in part for part in parts[:-1])
-    for record in Manifest.load(recipe.features_dir).files:
-        assert hub.files[record.name] == (recipe.features_dir / record.name).read_bytes()
+    for record in Manifest.load(recipe.paths.features).files:
+        assert hub.files[record.name] == (recipe.paths.features / record.name).read_bytes()
     assert f"{len(names(recipe)) - 4} of {len(names(recipe)) - 4} tables and shards sent" in line and "private" in line
     found = features_on_hub(recipe)
     assert (found.repository, found.revision) == ("me/states", "1" * 40)
     card = hub.files["README.md"].decode()
-    total = Manifest.load(recipe.features_dir).total("train", "tokens")
-    assert f"| {total:,} |" in card and 'store = "hf://datasets/me/states"' in card and str(recipe.run_dir) not in card
+    total = Manifest.load(recipe.paths.features).total("train", "tokens")
+    assert (
+        f"| {total:,} |" in card and 'store = "hf://datasets/me/states"' in card and str(recipe.paths.run) not in card
+    )
     sent = list(hub.requests)
     assert push(recipe).endswith("there already, nothing to send")
     assert not [request for request in hub.requests[len(sent) :] if "/commit/" in request or "PUT" in request]
@@ -80,8 +82,8 @@ def test_broken_off_they_go_on_where_they_were(recipe, hub):
     with pytest.raises(PipelineError, match=r"arrives as a whole or not at all\. Run the same command again"):
         push(recipe)
     hub.faults.clear()
-    (last,) = [record.name for record in Manifest.load(recipe.features_dir).files[-1:]]
-    shard = recipe.features_dir / last
+    (last,) = [record.name for record in Manifest.load(recipe.paths.features).files[-1:]]
+    shard = recipe.paths.features / last
     content = shard.read_bytes()
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(PipelineError, match=f"{last}: its SHA-256 is .* Nothing of this part was sent"):
@@ -120,7 +122,7 @@ def test_a_card_that_somebody_edited_stays_and_that_is_told(recipe, hub):
     for content, new in ((edited, True), (edited + mark + b"\n", False), (card.replace(b"float32", b"f32"), False)):
         hub.files |= {"README.md": content, MANIFEST: b"another one"}
         line, *notes = push_features(recipe, "me/states", private=True)
-        beside = recipe.run_dir / "features-README.new.md"
+        beside = recipe.paths.run / "features-README.new.md"
         assert hub.files["README.md"] == content and hub.files[MANIFEST] != b"another one" and "sent" in line
         assert (
             notes[0].startswith("README.md in me/states is edited, or of an earlier version, and stays")
@@ -143,7 +145,7 @@ def test_a_repository_of_other_things_is_left_alone(recipe, hub):
 
 
 def test_what_goes_with_the_shards_is_looked_at_first(recipe, hub):
-    prompts = recipe.features_dir / HELDOUT_PROMPTS
+    prompts = recipe.paths.features / HELDOUT_PROMPTS
     prompts.write_text(prompts.read_text() + "{}\n")
     with pytest.raises(PipelineError, match=f"{HELDOUT_PROMPTS}: its SHA-256 is not the manifest's"):
         push(recipe)
@@ -154,13 +156,13 @@ def test_what_goes_with_the_shards_is_looked_at_first(recipe, hub):
 
 
 def test_what_is_not_whole_is_not_uploaded(recipe, hub):
-    manifest = Manifest.load(recipe.features_dir)
+    manifest = Manifest.load(recipe.paths.features)
     manifest.complete = False
-    manifest.save(recipe.features_dir)
+    manifest.save(recipe.paths.features)
     with pytest.raises(PipelineError, match="the dump is not finished"):
         push(recipe)
     manifest.complete, manifest.fed = True, True
-    manifest.save(recipe.features_dir)
+    manifest.save(recipe.paths.features)
     with pytest.raises(PipelineError, match="come and go, so there are none to upload"):
         push(recipe)
     assert not hub.requests and features_on_hub(recipe) is None
@@ -168,7 +170,7 @@ def test_what_is_not_whole_is_not_uploaded(recipe, hub):
 
 def test_from_a_store_a_part_at_a_time_is_on_disk(recipe, hub, monkeypatch):
     with object_store() as url:
-        for path in recipe.features_dir.iterdir():
+        for path in recipe.paths.features.iterdir():
             Store(url).put(path)
         there = recipe.with_features(store=url)
         held = []

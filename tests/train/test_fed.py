@@ -81,7 +81,7 @@ def watched(folder: Path) -> Iterator[list[int]]:
 
 
 def left(recipe: Recipe) -> list[str]:
-    return [path.name for path in [*recipe.features_dir.glob("*-train-*"), *recipe.run_dir.glob("wanted*")]]
+    return [path.name for path in [*recipe.paths.features.glob("*-train-*"), *recipe.paths.run.glob("wanted*")]]
 
 
 def test_a_run_feeds_its_training_within_the_bound_and_leaves_nothing(dumped, tmp_path, on_cluster):
@@ -89,7 +89,7 @@ def test_a_run_feeds_its_training_within_the_bound_and_leaves_nothing(dumped, tm
     recipe = load_recipe(dumped[0], [f"output={tmp_path / 'fed'}", *FED])
     sets = override_arguments([f"output={tmp_path / 'fed'}", *FED])
     command = [sys.executable, "-m", "pipeline", "run", str(dumped[0]), "--until", "train", *sets]
-    with watched(recipe.features_dir) as seen:
+    with watched(recipe.paths.features) as seen:
         done = run_warm(command, RAY_ADDRESS=on_cluster.address)
     assert done.returncode == 0, done.stderr
     assert sha256(tmp_path / "fed" / WEIGHTS) == sha256(tmp_path / "stored" / WEIGHTS)
@@ -118,7 +118,7 @@ def test_either_side_is_killed_and_two_ranks_make_the_weights_of_a_stored_run(du
     sets, output = ["train.micro_batch=2"], tmp_path / "fed"
     recipe = prepared(dumped, output)
     first = feeder(dumped, recipe)
-    with watched(recipe.features_dir) as seen, ThreadPoolExecutor(1) as thread:
+    with watched(recipe.paths.features) as seen, ThreadPoolExecutor(1) as thread:
         kill_training(dumped, output, lambda: steps_so_far(output) >= 7, *sets, *FED, ranks=2)
         assert first.poll() is None
         training = thread.submit(run_training, dumped, output, *sets, *FED, ranks=2)
@@ -143,7 +143,7 @@ def test_one_rank_under_zero_3_or_until_its_patience_ends_is_fed_alike(dumped, t
     sets, output = [*sets, "train.window=1"], tmp_path / "fed"
     assert run_training(dumped, tmp_path / "stored", *sets).returncode == 0
     recipe = prepared(dumped, output)
-    with watched(recipe.features_dir) as seen, ThreadPoolExecutor(1) as thread, without_ray():
+    with watched(recipe.paths.features) as seen, ThreadPoolExecutor(1) as thread, without_ray():
         feeding = thread.submit(feed, recipe)
         done = run_training(dumped, output, *sets, *FED)
         if done.returncode:
@@ -174,7 +174,7 @@ def test_drafts_that_train_together_have_the_weights_that_each_has_alone(dumped,
     assert sha256(output / WEIGHTS) == by_two
     eagle = "drafts/eagle/model.safetensors"
     assert sha256(output / eagle) == sha256(tmp_path / "alone" / eagle)
-    reads = Order(FedStore(recipe, Manifest.load(recipe.features_dir).spec), recipe.train, recipe.seed).reads
+    reads = Order(FedStore(recipe, Manifest.load(recipe.paths.features).spec), recipe.train, recipe.seed).reads
     assert 5 < made <= reads.made(3, 3) < reads.made(3, 3, trainings=2) and left(recipe) == []
 
 
@@ -184,7 +184,7 @@ def test_a_nodes_ranks_read_copies_of_shards_that_come_and_go(dumped, by_two, tm
     output, local, url = tmp_path / "fed", tmp_path / "local", bucket.replace("/run?", "/fed?")
     sets = [*FED, "train.micro_batch=2", f"train.shards={local}", *([f'features.store="{url}"'] * (place == "store"))]
     recipe = load_recipe(dumped[0], [f"output={output}", *sets])
-    there = Store(url if place == "store" else recipe.features_dir.as_uri())
+    there = Store(url if place == "store" else recipe.paths.features.as_uri())
     first, seen, put = shard_name("train", 0), [0], Store.put
 
     def of_train() -> int:
@@ -207,7 +207,12 @@ def test_a_nodes_ranks_read_copies_of_shards_that_come_and_go(dumped, by_two, tm
     for name in (first, shard_name("train", 9), f".{first}.1.tmp"):
         (local / name).write_bytes(b"half")
     monkeypatch.setattr(Store, "put", put_and_look)
-    with watched(recipe.features_dir) as here, watched(local) as copies, ThreadPoolExecutor(1) as thread, without_ray():
+    with (
+        watched(recipe.paths.features) as here,
+        watched(local) as copies,
+        ThreadPoolExecutor(1) as thread,
+        without_ray(),
+    ):
         feeding = thread.submit(feed, recipe)
         done = run_training(dumped, output, *sets, ranks=2)
         if done.returncode:
@@ -287,9 +292,9 @@ def reader_of(lists: list[Wanted], want: dict[str, str]) -> Callable[[Recipe], W
     """Training as its feeder sees it: it goes on to the next list as soon as it has what it reads soon."""
 
     def read_wanted(recipe: Recipe) -> Wanted:
-        held = {name: digest for name, digest in checksums(recipe.features_dir).items() if "features-train" in name}
+        held = {name: digest for name, digest in checksums(recipe.paths.features).items() if "features-train" in name}
         assert held.items() <= want.items() and len(held) <= lists[0].room
-        assert {record.name for record in Manifest.load(recipe.features_dir).of("train")} == held.keys()
+        assert {record.name for record in Manifest.load(recipe.paths.features).of("train")} == held.keys()
         while lists[0].shards and {shard_name("train", index) for index in lists[0].soon} <= held.keys():
             del lists[0]
         return lists[0]
@@ -299,7 +304,7 @@ def reader_of(lists: list[Wanted], want: dict[str, str]) -> Callable[[Recipe], W
 
 def test_a_feeder_makes_the_shards_of_a_stored_dump_and_keeps_those_that_fit(dumped, tmp_path, monkeypatch):
     recipe, want = prepared(dumped, tmp_path), checksums(dumped[1])
-    reads = Order(FedStore(recipe, Manifest.load(recipe.features_dir).spec), recipe.train, recipe.seed).reads
+    reads = Order(FedStore(recipe, Manifest.load(recipe.paths.features).spec), recipe.train, recipe.seed).reads
     monkeypatch.setattr("preprocess.dump.feeder.Progress", Shown)
     for room, count in ((3, 16), (4, 9), (5, 5)):
         lists = [*(Wanted(reads.upcoming(step), 3, room) for step in range(20)), Wanted([])]
@@ -317,7 +322,7 @@ def test_what_was_fed_goes_and_what_a_dump_kept_stays(dumped, tmp_path, monkeypa
 
     def until(shards: int, then: Wanted | BaseException) -> Callable[[Recipe], Wanted]:
         def read_wanted(recipe: Recipe) -> Wanted:
-            most.append(len(Manifest.load(recipe.features_dir).of("train")))
+            most.append(len(Manifest.load(recipe.paths.features).of("train")))
             if most[-1] != shards:
                 return Wanted(list(range(5)), min(shards, 5), shards)
             if isinstance(then, BaseException):
@@ -336,21 +341,23 @@ def test_what_was_fed_goes_and_what_a_dump_kept_stays(dumped, tmp_path, monkeypa
         shutil.copytree(dumped[1], tmp_path / "kept/features")
         kept = load_recipe(dumped[0], [f"output={tmp_path / 'kept'}", *FED])
         monkeypatch.setattr("preprocess.dump.feeder.read_wanted", lambda _: Wanted([]))
-        assert feed(kept) == ["0 train shards made, 5 left"] and checksums(kept.features_dir) == want
-        flip(kept.features_dir / shard_name("train", 2))
+        assert feed(kept) == ["0 train shards made, 5 left"] and checksums(kept.paths.features) == want
+        flip(kept.paths.features / shard_name("train", 2))
         with pytest.raises(PipelineError, match=r"kept all shards, but 1 of their files .* features.keep='all'"):
             feed(kept)
         dump_here(load_recipe(dumped[0], [f"output={kept.output}"]))
         manifest = dump_here(load_recipe(dumped[0], [f"output={kept.output}", *FED, "data.calibration_prompts=2"]))
-        assert checksums(kept.features_dir).items() >= {name: want[name] for name in want if "-train-" in name}.items()
+        assert (
+            checksums(kept.paths.features).items() >= {name: want[name] for name in want if "-train-" in name}.items()
+        )
         assert not manifest.fed and manifest.lacks("train") == 0
 
 
 def test_a_feeder_of_another_engine_is_refused(dumped, tmp_path):
     recipe = prepared(dumped, tmp_path)
-    manifest = Manifest.load(recipe.features_dir)
+    manifest = Manifest.load(recipe.paths.features)
     manifest.spec = replace(manifest.spec, engine="vllm", engine_version="0.32.0")
-    manifest.save(recipe.features_dir)
+    manifest.save(recipe.paths.features)
     with pytest.raises(PipelineError, match=r"computed by vllm 0.32.0, this run has transformers"):
         feed(recipe)
 
@@ -366,4 +373,4 @@ def test_what_a_fed_training_cannot_have_is_refused(dumped, tmp_path, monkeypatc
     with pytest.raises(PipelineError, match=r"dialogue doc1: features_not_finite. A training that is fed"):
         feed(recipe)
     assert dump_here(load_recipe(dumped[0], [f"output={tmp_path}"])).total("train", "rows") == 40
-    assert checksums(recipe.features_dir) == checksums(dumped[1])
+    assert checksums(recipe.paths.features) == checksums(dumped[1])

@@ -55,7 +55,7 @@ def dumped_with(target: Path, folder: Path, dtype: str | None) -> tuple[Path, Pa
     path = write_recipe(tree, folder / "recipe")
     recipe = load_recipe(path)
     assert dump_here(recipe).total("train", "rows") == 40
-    return path, recipe.features_dir
+    return path, recipe.paths.features
 
 
 @pytest.fixture(scope="module")

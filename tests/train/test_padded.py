@@ -47,10 +47,10 @@ def padded(tmp_path_factory) -> tuple[Recipe, Target]:
 
 def made(recipe: Recipe, name: str):
     """Saved and loaded again, with random weights: they guess anything."""
-    store = FeatureStore(recipe.features_dir, "train", Manifest.load(recipe.features_dir).spec)
+    store = FeatureStore(recipe.paths.features, "train", Manifest.load(recipe.paths.features).spec)
     draft = new_draft(recipe, name, load_embed_head(recipe.target), store)
-    checkpoint.save(recipe.draft_dir(name), draft, draft.state_dict(), recipe, name, {})
-    return checkpoint.load(recipe.draft_dir(name), fingerprint(recipe.target))
+    checkpoint.save(recipe.paths.draft(name), draft, draft.state_dict(), recipe, name, {})
+    return checkpoint.load(recipe.paths.draft(name), fingerprint(recipe.target))
 
 
 @pytest.mark.parametrize("name", DRAFTS)
@@ -83,14 +83,14 @@ def draft_mark(recipe: Recipe) -> str:
 def test_a_validation_copy_and_a_release_know_it_too(padded, tmp_path):
     recipe, _ = padded
     draft = made(recipe, "eagle3")
-    assert checkpoint.read_config(recipe.draft_dir("eagle3")).shapes["known_tokens"] == KNOWN
+    assert checkpoint.read_config(recipe.paths.draft("eagle3")).shapes["known_tokens"] == KNOWN
     draft.bind(load_embed_head(recipe.target))
     hidden = torch.randn(3, 32)
     for one in (draft, draft.validation_copy()):
         assert one._guessed == KNOWN
     assert draft.logits(hidden).softmax(-1)[:, KNOWN:].count_nonzero() == 0
     (tmp_path / "release").mkdir()
-    own = recipe.draft_dir("eagle3")
+    own = recipe.paths.draft("eagle3")
     checkpoint.export(own, tmp_path / "release", recipe.resolved("eagle3"), {}, own / RECIPE)
     loaded = load(tmp_path / "release", target=recipe.target.model, dtype="float32", device="cpu")
     assert loaded.generate("why?", max_new_tokens=16).tokens == loaded.generate("why?", 16, plainly=True).tokens
@@ -102,7 +102,7 @@ def test_exports_have_the_targets_rows(padded, tmp_path, name, engine):
     recipe, _ = padded
     made(recipe, name)
     (tmp_path / "release").mkdir()
-    own = recipe.draft_dir(name)
+    own = recipe.paths.draft(name)
     checkpoint.export(own, tmp_path / "release", recipe.resolved(name), {}, own / RECIPE)
     export(tmp_path / "release", engine, tmp_path / "out", "me/target")
     config, weights = (

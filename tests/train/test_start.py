@@ -17,6 +17,7 @@ from pipeline.basics.files import sha256
 from pipeline.drafts.parts.layers import SHAPE_FIELDS
 from pipeline.features.shards import FeatureStore, Manifest
 from pipeline.lm.model import load_embed_head
+from pipeline.recipe.identity import dump_hash, run_hash, train_hash
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import markdown
@@ -63,7 +64,7 @@ def onward(tuned, tmp_path_factory) -> tuple[Path, Path]:
     path = write_recipe(tree, folder / "recipe")
     recipe = load_recipe(path)
     dump_here(recipe)
-    return path, recipe.features_dir
+    return path, recipe.paths.features
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +78,12 @@ def bases(onward, tiny_target, tmp_path_factory) -> Path:
         if draft.token_ids_U is not None:
             draft.set_vocabulary(torch.arange(30, 158, 2))
         facts = {"template": "", "template_mark": store.spec.template, "trained_tokens": 5, "parameters": 1}
-        checkpoint.save(recipe.draft_dir(name), draft, draft.state_dict(), recipe, name, facts)
-    return recipe.run_dir / "drafts"
+        checkpoint.save(recipe.paths.draft(name), draft, draft.state_dict(), recipe, name, facts)
+    return recipe.paths.run / "drafts"
 
 
 def store_of(recipe: Recipe) -> FeatureStore:
-    return FeatureStore(recipe.features_dir, "train", Manifest.load(recipe.features_dir).spec)
+    return FeatureStore(recipe.paths.features, "train", Manifest.load(recipe.paths.features).spec)
 
 
 def begun(onward, start: Path | str, name: str, *overrides: str, differs: str = "['target']"):
@@ -187,7 +188,7 @@ def test_what_differs_is_named_at_once_and_allowed_by_name(onward, bases, tmp_pa
 )
 def test_a_start_that_is_none_is_refused(onward, sets, complaint):
     with pytest.raises(PipelineError, match=complaint):
-        assert load_recipe(onward[0], sets).hash
+        assert run_hash(load_recipe(onward[0], sets))
 
 
 def test_a_folder_counts_by_its_content_and_its_place_stays_private(onward, bases, tmp_path):
@@ -196,18 +197,18 @@ def test_a_folder_counts_by_its_content_and_its_place_stays_private(onward, base
 
     shutil.copytree(bases / "jakiro", tmp_path / "moved")
     first, moved = of(bases / "jakiro"), of(tmp_path / "moved")
-    assert first.train_hash("jakiro") == moved.train_hash("jakiro") and first.hash == moved.hash
-    assert first.dump_hash == load_recipe(onward[0]).dump_hash  # one dump for warm and cold
+    assert train_hash(first, "jakiro") == train_hash(moved, "jakiro") and run_hash(first) == run_hash(moved)
+    assert dump_hash(first) == dump_hash(load_recipe(onward[0]))  # one dump for warm and cold
     write_provenance(tmp_path / "written", moved)
     assert str(tmp_path) not in (tmp_path / "written/recipe.json").read_text()
     kept = load_recipe(tmp_path / "written/recipe.json").draft["jakiro"].start
-    assert of(kept).train_hash("jakiro") == moved.train_hash("jakiro")
+    assert train_hash(of(kept), "jakiro") == train_hash(moved, "jakiro")
     with pytest.raises(PipelineError, match=r"start='content:.*expected a draft's folder"):
         begun(onward, kept, "jakiro")
     change_sealed(tmp_path / "moved/config.json", lambda raw: raw["shapes"].update(rms_norm_eps=0.5))
-    others = {first.train_hash("jakiro"), moved.train_hash("jakiro"), load_recipe(onward[0]).train_hash("jakiro")}
+    others = {train_hash(first, "jakiro"), train_hash(moved, "jakiro"), train_hash(load_recipe(onward[0]), "jakiro")}
     flip(tmp_path / "moved/model.safetensors")
-    assert len({*others, moved.train_hash("jakiro")}) == 4
+    assert len({*others, train_hash(moved, "jakiro")}) == 4
     with pytest.raises(PipelineError, match="SHA-256 differs"):
         begun(onward, tmp_path / "moved", "jakiro")
 

@@ -81,8 +81,8 @@ def test_the_estimate_equals_decoding_and_the_best_weights_are_kept(tiny_target,
     assert facts["steps"] == held[best]["step"] and facts["trained_tokens"] == held[best]["trained_tokens"]
     assert facts["validation"]["estimated_tau"] == pytest.approx(max(taus), abs=1e-5)
     recipe = load_recipe(dumped[0], [f"output={tmp_path}", *both])
-    answers = FeatureStore(recipe.features_dir, ANSWERS, Manifest.load(recipe.features_dir).spec)
-    draft = checkpoint.load(recipe.draft_dir("jakiro"), fingerprint(recipe.target))
+    answers = FeatureStore(recipe.paths.features, ANSWERS, Manifest.load(recipe.paths.features).spec)
+    draft = checkpoint.load(recipe.paths.draft("jakiro"), fingerprint(recipe.target))
     draft.bind(load_embed_head(recipe.target))
     watched = acceptance.both(draft, recipe.tree("jakiro")) | acceptance.hybrids(recipe, "jakiro", draft)
     again = acceptance.figures(acceptance.estimate(draft, watched, answers, 0, 1))
@@ -133,7 +133,7 @@ def test_the_schedule_is_as_long_as_what_max_tokens_leaves_to_train_on(tiny_targ
     path = write_recipe(tree, tmp_path / "recipe")
     recipe = load_recipe(path)
     rows = dump_here(recipe).total("train", "rows")
-    train_here((path, recipe.features_dir), tmp_path / "run", "train.epochs=3")
+    train_here((path, recipe.paths.features), tmp_path / "run", "train.epochs=3")
     assert 8 <= rows < 40 and rates(tmp_path / "run") == pytest.approx([1e-3 * part for part in cosine(rows // 8 * 3)])
     assert rates(undisturbed) == pytest.approx([1e-3 * part for part in cosine(20)])
     assert "cut_short" not in json.loads((undisturbed / "drafts/jakiro/config.json").read_text())["training"]

@@ -32,9 +32,9 @@ def bring(recipe: Recipe, expected: FeatureSpec) -> None:
     Any number of a node's ranks may call it at once: one brings them, the others wait. What is there already is kept.
     Raises PipelineError, also where the place holds another dump.
     """
-    if recipe.train.shards and (recipe.shards_dir / MANIFEST).exists():
-        require_readable(_held(recipe.shards_dir).spec, expected, recipe.shards_dir)
-    fetch(recipe, expected, folder=recipe.shards_dir)
+    if recipe.train.shards and (recipe.paths.shards / MANIFEST).exists():
+        require_readable(_held(recipe.paths.shards).spec, expected, recipe.paths.shards)
+    fetch(recipe, expected, folder=recipe.paths.shards)
 
 
 def _held(copy: Path) -> Manifest:
@@ -63,7 +63,7 @@ def open_checked(recipe: Recipe, expected: FeatureSpec) -> Stores:
 def _require_whole(recipe: Recipe) -> None:
     """The ranks of a host share its shards among them."""
     number, count = place_on_host()
-    folder, brought = recipe.shards_dir, recipe.features.store or recipe.train.shards
+    folder, brought = recipe.paths.shards, recipe.features.store or recipe.train.shards
     files = Manifest.load(folder).lasting(recipe.features.keep)  # what training is fed with it checks as it comes
     for record, reason in checked(folder, files[number::count]):
         if reason:
@@ -75,7 +75,7 @@ def _require_whole(recipe: Recipe) -> None:
 
 
 def stores(recipe: Recipe, expected: FeatureSpec) -> Stores:
-    folder = recipe.shards_dir
+    folder = recipe.paths.shards
     manifest = Manifest.load(folder)
     if note := another_engine(manifest.spec, expected):
         log.warning("%s: %s", folder, note)
@@ -93,7 +93,7 @@ def stores(recipe: Recipe, expected: FeatureSpec) -> Stores:
         )
     if manifest.total(ANSWERS, "rows"):
         if manifest.answers_hash != answers_hash(recipe, manifest.spec.recipe):
-            found = recorded(recipe.features_dir)
+            found = recorded(recipe.paths.features)
             keys = found.differences(recipe, ANSWERS_KEYS) if found else f"one of {', '.join(ANSWERS_KEYS)}"
             raise PipelineError(
                 f"{folder}: its answers to calibration prompts are of other settings, or of a target that ended them "

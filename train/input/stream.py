@@ -46,7 +46,7 @@ class FedStore(FeatureStore):
 
     def __init__(self, recipe: Recipe, expected: FeatureSpec):
         """Raises PipelineError for an unfinished or foreign dump."""
-        folder, size = recipe.shards_dir, recipe.features.rows_per_shard
+        folder, size = recipe.paths.shards, recipe.features.rows_per_shard
         manifest = Manifest.load(folder)
         require_readable(manifest.spec, expected, folder)
         manifest.require_complete(folder)
@@ -141,13 +141,13 @@ class _Arriving(dict[int, Any]):
     """Open shards by number. One that is asked for is waited for."""
 
     def __init__(self, recipe: Recipe, spec: FeatureSpec, reader: Callable[..., Any]):
-        self._recipe, self._folder, self._spec, self._reader = recipe, recipe.shards_dir, spec, reader
-        self._store = store_of(recipe, self._folder) if recipe.copies else None
+        self._recipe, self._folder, self._spec, self._reader = recipe, recipe.paths.shards, spec, reader
+        self._store = store_of(recipe, self._folder) if recipe.paths.copies else None
 
     def __missing__(self, index: int) -> Any:
         begin, told, waited = time.monotonic(), wanted_file(self._recipe), 0.0
         while True:
-            for record in Manifest.load(self._recipe.features_dir).of("train"):
+            for record in Manifest.load(self._recipe.paths.features).of("train"):
                 if record.index == index and (reader := self._opened(record, waited)) is not None:
                     self[index] = reader
                     return reader
@@ -160,7 +160,7 @@ class _Arriving(dict[int, Any]):
         """None where it went at this moment: the feeder makes it again. Raises PipelineError for a damaged one, for one
         that cannot be fetched, and for one that a shared folder lacks for long: it may show a new file late.
         """
-        source = self._recipe.features_dir
+        source = self._recipe.paths.features
         try:
             if self._store is not None:
                 with fetching(self._folder):  # once for all ranks of this node
@@ -191,7 +191,7 @@ class _Arriving(dict[int, Any]):
 def remove_copies(recipe: Recipe, kept: set[int]) -> None:
     """This node's, of other shards. A rank that still reads one goes on."""
     names = {name("train", index) for index in kept for name in (shard_name, text_name)}
-    for pattern in ("features-train-*", "text-train-*") if recipe.copies else ():
-        for path in recipe.shards_dir.glob(pattern):
+    for pattern in ("features-train-*", "text-train-*") if recipe.paths.copies else ():
+        for path in recipe.paths.shards.glob(pattern):
             if path.name not in names:
                 path.unlink(missing_ok=True)

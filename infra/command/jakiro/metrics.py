@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=9400)
     given = parser.parse_args()
     registry = CollectorRegistry()
-    registry.register(Run(load_recipe(given.recipe, given.overrides).run_dir))
+    registry.register(Run(load_recipe(given.recipe, given.overrides).paths.run))
     try:
         start_http_server(given.port, given.address, registry)
     except OSError as error:

@@ -6,20 +6,30 @@ lies among the shorter ones, and a look-up narrows a range token by token, howev
 
 import hashlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts.lookup.suffixes import LONGEST, LOOKED_AT
 
+if TYPE_CHECKING:
+    from pipeline.drafts.parts.base import DraftConfig
+
 
 def corpus_sha256(path: str) -> str:
     """Raises PipelineError for a file that cannot be read."""
     return hashlib.sha256(_content(path)).hexdigest()
+
+
+def corpora_of(drafts: Iterable["DraftConfig"]) -> tuple[str, ...]:
+    """The SHA-256 of the texts that these copy from, but for the one that is decoded. Raises PipelineError for one that
+    cannot be read.
+    """
+    return tuple(corpus_sha256(draft.corpus) for draft in drafts if draft.corpus is not None)
 
 
 def read_corpus(path: str, tokenizer: Any) -> list[int]:

@@ -1,0 +1,141 @@
+"""What each result of a run depends on: settings by section, and their hashes, which travel with artifacts.
+
+A section says which of its keys change which result (`Affects`); which sections a stage reads is said here.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from pipeline.basics.section import Section
+from pipeline.decoding.method import Method
+from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.start import marked
+
+Settings = dict[str, Any]  # by section
+
+
+def digest(value: Any) -> str:
+    """Sixteen hex digits of the SHA-256 of the canonical JSON of `value`."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+# -- the target's own answers ------------------------------------------------------------------------------------------
+
+
+def _engine(recipe: Recipe) -> Settings:
+    """The engine of the target's own answers, whose random numbers are others."""
+    return {"engine": recipe.target.engine} if recipe.target.engine != "transformers" else {}
+
+
+def regenerate_settings(recipe: Recipe) -> Settings:
+    """What the answers of preprocess/regenerate.py depend on."""
+    sections = {"data": recipe.data, "regenerate": recipe.regenerate}
+    settings = {name: section.affecting("regenerated") for name, section in sections.items()}
+    return {"target": recipe.target.identity() | _engine(recipe), **settings, "seed": recipe.seed}
+
+
+def regenerate_hash(recipe: Recipe) -> str:
+    return digest(regenerate_settings(recipe))
+
+
+# -- the dump ----------------------------------------------------------------------------------------------------------
+
+
+def in_order(layers: Iterable[int | str]) -> list[int | str]:
+    """Auxiliary layers once each, numbers first."""
+    return sorted(set(layers), key=lambda layer: (isinstance(layer, str), layer))
+
+
+def wanted_layers(recipe: Recipe) -> list[int | str]:
+    """The auxiliary layers as the recipe names them or, unless it does, its drafts do: numbers, or words for them."""
+    if recipe.features.auxiliary_layers is not None:
+        return list(recipe.features.auxiliary_layers)
+    return in_order(layer for config in recipe.dumped_for for layer in config.auxiliary)
+
+
+def dump_settings(recipe: Recipe) -> Settings:
+    """What the feature shards depend on. Who wrote them, where, and in which batches is not part of it: that changes
+    rounding at most, and a dump whose batches were too large goes on with smaller ones.
+    """
+    features = recipe.features.affecting("dump")
+    features["auxiliary_layers"] = wanted_layers(recipe)  # which of a target's a word is, its fingerprint says
+    features["stored_dtype"] = recipe.stored_dtype
+    settings = {"target": recipe.target.identity(), "data": recipe.data.affecting("dump"), "features": features}
+    if recipe.data.answers == "source":
+        return settings
+    settings["data"]["answers"] = recipe.data.answers
+    return settings | _engine(recipe) | {"regenerate": recipe.regenerate.affecting("dump"), "seed": recipe.seed}
+
+
+def dump_hash(recipe: Recipe) -> str:
+    return recipe.features.dump or digest(dump_settings(recipe))
+
+
+def dump_hash_with(recipe: Recipe, layers: list[int | str]) -> str:
+    """The hash of this recipe's dump, had it these auxiliary layers."""
+    settings = dump_settings(recipe)
+    return digest(settings | {"features": settings["features"] | {"auxiliary_layers": layers}})
+
+
+def calibration_hash(recipe: Recipe, dump: str) -> str:
+    """What the target's answers to calibration prompts depend on, in the dump of this hash: they can be given anew
+    without the rest of it.
+    """
+    return digest([dump, recipe.data.calibration_prompts, recipe.features.answer_tokens])
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def draft_settings(recipe: Recipe, draft: str) -> Settings:
+    """A draft's settings for hashes and artifacts: its start by content. Raises PipelineError where that is missing."""
+    config = recipe.draft[draft].public()
+    return config.to_json() | ({"start": marked(config.start)} if config.start else {})
+
+
+def _order(recipe: Recipe) -> Settings:
+    return {"order": "questions"} if recipe.answers_streamed else {}
+
+
+def is_watched(recipe: Recipe, draft: str) -> bool:
+    """Whether the estimated tau decides which weights of a draft are kept."""
+    return recipe.training(draft).keep == "best" or recipe.training(draft).patience is not None
+
+
+def train_settings(recipe: Recipe, draft: str) -> Settings:
+    """What one draft's weights depend on, beside its own settings, the features and the seed. Who shares a global batch
+    and how, schedules of I/O and what only watches are not part of it, nor its decoding tree and when it is validated,
+    unless the estimated tau decides which weights are kept.
+    """
+    settings = recipe.training(draft).affecting("weights")
+    if not is_watched(recipe, draft):
+        return {"train": {key: value for key, value in settings.items() if key != "validate_every"}}
+    tree = recipe.eval.methods.get(draft, Method()).tree or recipe.eval.tree
+    return {"train": settings, "tree": tree.to_json()}
+
+
+def train_hash(recipe: Recipe, draft: str) -> str:
+    """What one draft's weights depend on. Of a published draft: what it is, and where it is from."""
+    if draft in recipe.published:
+        return digest({"published": recipe.published[draft], "draft": recipe.draft[draft].to_json()})
+    dump = dump_hash(recipe)
+    dump = calibration_hash(recipe, dump) if is_watched(recipe, draft) else dump
+    settings = {"tree": None, **train_settings(recipe, draft), **_order(recipe)}
+    return digest({"dump": dump, "seed": recipe.seed, "draft": draft_settings(recipe, draft), **settings})
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def run_settings(recipe: Recipe) -> Settings:
+    """What the figures of a run depend on."""
+    sections = {key: getattr(recipe, key) for key in type(recipe).model_fields}
+    settings = {key: value.affecting("figures") for key, value in sections.items() if isinstance(value, Section)}
+    drafts = {name: draft_settings(recipe, name) for name in recipe.draft}
+    return recipe.affecting("figures") | settings | {"draft": drafts} | _order(recipe)
+
+
+def run_hash(recipe: Recipe) -> str:
+    return digest(run_settings(recipe))
