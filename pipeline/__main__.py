@@ -1,7 +1,6 @@
-"""Runs a recipe's stages as a user would, estimates what they will take, or says what is done.
+"""Runs a recipe's stages as a user would, or says what is done.
 
     python -m pipeline run RECIPE
-    python -m pipeline plan RECIPE                     tokens, disk, hours, memory and GPUs, before anything runs
     python -m pipeline status RECIPE
     python -m pipeline import FOLDER --recipe RECIPE [--draft NAME]    a draft that others trained
     python -m pipeline chat RECIPE-or-RELEASE [--plain]                talk to the target, with the draft
@@ -22,9 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.artifacts.imported import import_draft
-from pipeline.basics.files import python_path
-from pipeline.recipe.load import add_override_argument, add_recipe_arguments, hand_over, load_recipe
-from pipeline.running import children, entry, stages
+from pipeline.recipe.load import add_override_argument, add_recipe_arguments, load_recipe
+from pipeline.running import entry, stages
 from pipeline.serving.chat import chat
 from pipeline.serving.export import LAUNCH, export
 from pipeline.serving.load import load, require_release
@@ -36,16 +34,6 @@ def _run(given: argparse.Namespace) -> None:
 
 def _status(given: argparse.Namespace) -> None:
     stages.status(given.recipe, given.overrides, given.watch)
-
-
-def _plan(given: argparse.Namespace) -> None:
-    """In a process of its own, which imports all stages."""
-    arguments, environment = hand_over(given.recipe, given.overrides)
-    known = {"--dump-speed": given.dump_speed, "--train-speed": given.train_speed, "--decode-ms": given.decode_ms}
-    flags = [word for flag, value in known.items() if value for word in (flag, str(value))]
-    flags += ["--json"] if given.json else []
-    command = [sys.executable, "-m", "infra.plan", *arguments, *flags]
-    sys.exit(children.call(command, {**environment, "PYTHONPATH": python_path(environment)}, Path.cwd()))
 
 
 def _import(given: argparse.Namespace) -> None:
@@ -89,11 +77,6 @@ def _parser() -> argparse.ArgumentParser:
 
     run = command("run", _run, of_recipe=True)
     run.add_argument("--until", choices=("preprocess", "train", "eval"), default="eval", help="the last stage")
-    plan = command("plan", _plan, of_recipe=True)
-    plan.add_argument("--dump-speed", type=float, metavar="R", help="tokens/s of a dump worker, where it is known")
-    plan.add_argument("--train-speed", type=float, metavar="R", help="tokens/s of one GPU training the draft")
-    plan.add_argument("--decode-ms", type=float, metavar="R", help="ms a token of plain decoding")
-    plan.add_argument("--json", action="store_true", help="the figures as one JSON object, instead of the table")
     told = command("status", _status, of_recipe=True)
     told.add_argument("--watch", type=float, nargs="?", const=5.0, metavar="S", help="again every S (5) seconds")
     imported = command("import", _import)

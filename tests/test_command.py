@@ -1,4 +1,4 @@
-"""`jakiro`: a wheel in a clean environment, every command's parser, completion, recipes by name, `new`, `doctor`."""
+"""`jakiro`: a wheel in a clean environment, recipes by name, `new`, `doctor`."""
 
 import json
 import shutil
@@ -141,32 +141,6 @@ def test_what_is_told_without_a_command_or_with_an_unknown_one(monkeypatch, caps
     assert all(f"  {name} " in shown and command.does in shown for name, command in jakiro.COMMANDS.items())
     with pytest.raises(SystemExit, match="no command 'evla': did you mean eval"):
         call(jakiro.main, "evla")
-
-
-def test_every_command_has_a_parser_and_completion_offers_its_options(tmp_path):
-    def told(shell: str) -> str:
-        command = [sys.executable, "-c", "import jakiro; jakiro.main()", "completion", shell]
-        environment = command_environment(PYTHONPATH=str(ROOT / "infra/command"))
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    script = tmp_path / "jakiro.bash"
-    script.write_text(told("bash"))
-
-    def completed(*words: str) -> set[str]:
-        line = " ".join(f"'{word}'" for word in words)
-        ask = (
-            f"source {script}; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _shtab_jakiro; echo ${{COMPREPLY[*]}}"
-        )
-        return set(subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout.split())
-
-    assert completed("jakiro", "") >= set(jakiro.COMMANDS)
-    assert completed("jakiro", "run", "demo") == {"demo"} and completed("jakiro", "plan", "vic") == {"vicuna-7b"}
-    assert completed("jakiro", "run", "--until", "") == {"preprocess", "train", "eval"}
-    assert {"--push", "--set", "--tuned"} <= completed("jakiro", "eval", "--")
-    assert "--draft" in completed("jakiro", "train", "--")
-    assert "#compdef jakiro" in (zsh := told("zsh")) and "compadd -- " in zsh
 
 
 def test_a_recipe_of_the_project_is_found_by_its_name_and_a_file_goes_first(tmp_path, monkeypatch):

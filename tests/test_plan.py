@@ -70,7 +70,7 @@ def test_the_planned_disk_and_tokens_are_those_of_the_dump(tiny_target, tmp_path
     tree["data"] |= {"max_tokens": 5000, "validation_dialogues": 1000}
     tree["features"]["batch_tokens"] = 256
     recipe = write_recipe(tree, tmp_path / "recipe")
-    plan = [sys.executable, "-m", "pipeline", "plan", str(recipe), "--train-speed", "5000"]
+    plan = [sys.executable, "-m", "infra.plan", str(recipe), "--train-speed", "5000"]
     done = run_warm(plan)
     assert done.returncode == 0, done.stderr
     as_json = run_warm([*plan, "--dump-speed", "5000", "--decode-ms", "5", "--json"])

@@ -1,6 +1,6 @@
-"""How long a recipe's run will take and how much it needs: disk, memory, hours, GPUs. `pipeline plan` starts it.
+"""How long a recipe's run will take and how much it needs: disk, memory, hours, GPUs.
 
-    python -m pipeline plan RECIPE [--dump-speed R] [--train-speed R] [--decode-ms R] [--json]
+    jakiro plan RECIPE [--dump-speed R] [--train-speed R] [--decode-ms R] [--json]
 
 Streams the whole source to count its records, and once more to encode 200 of them. Speeds that are not given are
 measured here, each for 20 seconds at most. A row of the table is a figure, with where it comes from. With --json all
@@ -55,7 +55,11 @@ from preprocess.sources.sizes import require_sizes
 
 VALIDATION = 1 / 3  # of a token's training
 FORMULA = "formula"
-SPEEDS = ("dump-speed", "train-speed", "decode-ms")  # what a user may know of the machine that will do it
+SPEEDS = {  # what a user may know of the machine that will do it
+    "dump-speed": "tokens/s of a dump worker",
+    "train-speed": "tokens/s of one GPU training the draft",
+    "decode-ms": "ms a token of plain decoding",
+}
 
 
 @dataclass
@@ -272,8 +276,8 @@ def warnings(plan: Plan) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_recipe_arguments(parser)
-    for flag in SPEEDS:
-        parser.add_argument(f"--{flag}", type=float)
+    for flag, what in SPEEDS.items():
+        parser.add_argument(f"--{flag}", type=float, metavar="R", help=f"{what}, where it is known")
     parser.add_argument("--json", action="store_true", help="the figures as one JSON object, instead of the table")
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.recipe, arguments.overrides)

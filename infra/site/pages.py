@@ -3,7 +3,9 @@ recipe, the kinds of drafts, the messages of errors, the code's own docstrings.
 """
 
 import ast
+import contextlib
 import inspect
+import io
 import re
 import sys
 from collections.abc import Iterator
@@ -14,7 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "infra/command")]
 
 import jakiro
-from jakiro.completion import help_of
 from pipeline.drafts import DRAFTS
 from pipeline.recipe import recipe, sections
 
@@ -132,6 +133,14 @@ def drafts_page() -> str:
         about = inspect.getdoc(sys.modules[kind.config.__module__]) or ""
         parts.append(f"## {name}\n\n{about}\n\n{keys_table(keys_of(kind.config))}")
     return "\n".join(parts)
+
+
+def help_of(name: str) -> str:
+    """What `jakiro NAME --help` prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        jakiro.begin(name, ["--help"])
+    return printed.getvalue()
 
 
 def options_page() -> str:

@@ -1,6 +1,5 @@
 """Reading a recipe, with overrides; what is wrong in it is told by its key and the nearest valid one."""
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -41,11 +40,6 @@ def add_override_argument(parser) -> None:
     parser.add_argument(
         "--set", dest="overrides", metavar="section.key=value", action="append", default=[], help="override one key"
     )
-
-
-def hand_over(recipe_path: str, overrides: list[str]) -> tuple[list[str], dict[str, str]]:
-    """(arguments, environment) that give another command of the project this recipe."""
-    return [recipe_path, *override_arguments(overrides)], dict(os.environ)
 
 
 def override_arguments(overrides: Iterable[str]) -> list[str]:

@@ -29,7 +29,7 @@ from pipeline.features.shards import MANIFEST, QUESTIONS, Manifest, damage, prom
 from pipeline.lm.model import identify_if_here
 from pipeline.recipe.dtypes import describe_dtypes, warn_of_emulation
 from pipeline.recipe.identity import run_hash
-from pipeline.recipe.load import hand_over, load_recipe
+from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import TrainConfig
 from pipeline.running import children
@@ -110,7 +110,7 @@ def _resume_step(state: Path) -> int:
 
 
 def stages(recipe_path: str, overrides: list[str], recipe: Recipe) -> list[Stage]:
-    arguments, environment = hand_over(recipe_path, overrides)
+    arguments, environment = [recipe_path, *override_arguments(overrides)], dict(os.environ)
     deepspeed = (
         shutil.which("deepspeed", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}") or "deepspeed"
     )

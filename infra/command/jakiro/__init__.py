@@ -29,7 +29,7 @@ COMMANDS = {
     "doctor": Command("jakiro.doctor", "whether this machine is ready: packages, GPUs, engines, ports, limits, disk"),
     "recipes": Command("jakiro.recipes", "the recipes that come with the project, by the name that all commands take"),
     "new": Command("jakiro.new", "write a commented recipe for your target, your data and this machine's GPUs"),
-    "plan": Command("pipeline", "what a run will take: tokens, disk, time, memory and GPUs", True),
+    "plan": Command("infra.plan", "what a run will take: tokens, disk, time, memory and GPUs", True),
     "run": Command("jakiro.run", "everything: dump, train, measure, release; here or on Ray; again: goes on", True),
     "status": Command("pipeline", "what of a run is done", True),
     "metrics": Command("jakiro.metrics", "serve what a run tells of itself to Prometheus", True),
@@ -50,7 +50,6 @@ COMMANDS = {
     "served": Command("eval.served", "a running server: tau by its own counts, tokens/s", True),
     "serve-test": Command("infra.serving.parity", "whether llama.cpp and vLLM serve what we measure"),
     "check": Command("infra.check", "what this GPU (or CPU) does with this project, within ten minutes"),
-    "completion": Command("jakiro.completion", "a script that completes this command in bash or zsh"),
 }
 
 

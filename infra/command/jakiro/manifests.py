@@ -5,7 +5,8 @@
     jakiro manifests my.toml --for docker --out deploy       run.sh: everything in a container of this machine
     jakiro manifests my.toml --for skypilot --out deploy     run.yaml for `sky launch`: a node with all GPUs
 
-Images: infra/docker/Dockerfile. What each file needs before it works: docs/clusters.md.
+The files say what is theirs to change: image, volume, kind of GPU, bucket. Images: infra/docker/Dockerfile. What each
+file needs before it works: docs/clusters.md.
 """
 
 import argparse
@@ -31,6 +32,8 @@ from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
 
 INFRA = jakiro.HOME / "infra"
+CPUS, MEMORY = 8, 64  # of each GPU, or rank; GiB
+KUBERNETES = {"image": "jakiro:cuda", "gpu_resource": "nvidia.com/gpu", "storage": "1Ti"}
 
 
 @dataclass(frozen=True)
@@ -110,22 +113,16 @@ class Writer:
     def asked(self, nodes: Nodes) -> dict[str, Any]:
         """Of a pod: CPUs and memory by its GPUs."""
         many = max(nodes.gpus, 1)
-        memory = f"{many * self.given.memory_per_gpu}Gi"
-        return {"cpus": many * self.given.cpus_per_gpu, "memory": memory, "shm": f"{max(many * 2, 4)}Gi"}
+        return {"cpus": many * CPUS, "memory": f"{many * MEMORY}Gi", "shm": f"{max(many * 2, 4)}Gi"}
 
     def kubernetes(self) -> list[str]:
         shared, stages = self.given.shared.rstrip("/"), self.stages
-        common = {
-            "image": self.given.image,
-            "shared": shared,
-            "claim": self.given.claim or self.run,
-            "gpu_resource": self.given.gpu_resource,
-        }
+        common = {"shared": shared, **KUBERNETES}
         recipe = recipe_file(self.given.recipe)
         file = f"recipe{recipe.suffix}"
         arguments = [f"/recipe/{file}", *self.output(shared)]
-        facts = {"recipe": recipe.read_text().rstrip("\n"), "file": file, "own_claim": self.given.claim is None}
-        self.put("run.yaml", "kubernetes/run.yaml.jinja", storage=self.given.storage, **facts, **common)
+        facts = {"recipe": recipe.read_text().rstrip("\n"), "file": file}
+        self.put("run.yaml", "kubernetes/run.yaml.jinja", **facts, **common)
         ray = {"ray_version": importlib.metadata.version("ray"), "head_cpus": 8, "head_memory": "32Gi"}
 
         def by_ray(stage: str, nodes: Nodes) -> None:
@@ -161,8 +158,8 @@ class Writer:
             "submit.sh",
             "slurm/submit.sh.jinja",
             arguments=arguments,
-            cpus_per_gpu=self.given.cpus_per_gpu,
-            memory_per_gpu=self.given.memory_per_gpu,
+            cpus_per_gpu=CPUS,
+            memory_per_gpu=MEMORY,
             bin=Path(sys.executable).parent,
             fed=self.recipe.fed,
             **facts,
@@ -173,7 +170,7 @@ class Writer:
     def docker(self) -> list[str]:
         recipe = recipe_file(self.given.recipe)
         arguments = shlex.join([f"/recipe/{recipe.name}", *self.output("/shared")])
-        self.put("run.sh", "docker/run.sh.jinja", image=self.given.image, arguments=arguments)
+        self.put("run.sh", "docker/run.sh.jinja", arguments=arguments)
         copy(recipe, self.given.out)
         (self.given.out / "run.sh").chmod(0o755)
         return ["bash run.sh, beside a folder `shared` for what the run reads and leaves"]
@@ -185,8 +182,7 @@ class Writer:
             raise PipelineError(f"a stage takes {most} nodes, and this file has one: raise --gpus-per-node")
         gpus = max(stage.gpus for stage in stages) if self.accelerated else 0
         arguments = shlex.join([self.given.recipe, *self.output("/shared")])
-        facts = {"gpus": gpus, "kind": self.given.gpu, "arguments": arguments, **self.asked(Nodes(1, gpus))}
-        facts["bucket"] = self.given.bucket or f"jakiro-{self.run}"
+        facts = {"gpus": gpus, "arguments": arguments, **self.asked(Nodes(1, gpus))}
         self.put("run.yaml", "skypilot/run.yaml.jinja", **facts)
         file = self.given.out / "run.yaml"
         return [f"in the checkout: sky launch --secret HF_TOKEN {file}; sky jobs launch survives a lost spot node"]
@@ -202,15 +198,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="a folder; files of the same names are replaced")
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--nodes", type=int, help="of each stage; default: as few as hold its GPUs")
-    parser.add_argument("--cpus-per-gpu", type=int, default=8)
-    parser.add_argument("--memory-per-gpu", type=int, default=64, metavar="GIB")
-    parser.add_argument("--image", default="jakiro:cuda", help="default: %(default)s")
     parser.add_argument("--shared", default="/shared", help="a folder that all nodes see; default: %(default)s")
-    parser.add_argument("--storage", default="1Ti", help="Kubernetes: of its volume; `jakiro plan` says what it takes")
-    parser.add_argument("--claim", help="Kubernetes: the name of its volume claim; default: the run's")
-    parser.add_argument("--gpu-resource", default="nvidia.com/gpu", help="Kubernetes; AMD: amd.com/gpu")
-    parser.add_argument("--gpu", default="H100", help="SkyPilot: which")
-    parser.add_argument("--bucket", help="SkyPilot: its name, which nobody else has; default: jakiro- and the run's")
     given = parser.parse_args()
     recipe = load_recipe(given.recipe, given.overrides)
     given.out.mkdir(parents=True, exist_ok=True)
