@@ -78,68 +78,39 @@ def test_a_minimal_recipe_takes_every_default(recipe_file):
     assert recipe.paths.draft("main") == Path("runs/small/drafts/main")
 
 
-# -- misspelt keys ---------------------------------------------------------------------------------------------------
+# -- what is refused, and the words that a user needs ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("override", "where", "nearest"),
-    [
-        ("sede=1", "sede", "seed"),
-        ("train.epoch=1", "train.epoch", "epochs"),
-        ("features.row_per_shard=1", "features.row_per_shard", "rows_per_shard"),
-        ("draft.main.expert=2", "draft.main.expert", "experts"),
-        ("eval.methods.main.tree.topk=2", "eval.methods.main.tree.topk", "top_k"),
-        ("eval.benchmarks.code.prompt=1", "eval.benchmarks.code.prompt", "prompts"),
-        ("publish.licence=mit", "publish.licence", "license"),
-    ],
-)
-def test_a_misspelt_key_names_the_nearest_valid_one(recipe_file, override, where, nearest):
-    message = refusal(recipe_file, override)
-    assert f"{where}: unknown key {where.split('.')[-1]!r}; did you mean {nearest!r}?" in message
-
-
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        (
-            "publish.license='Apache 2.0'",
-            "'Apache 2.0' is no license identifier of the Hub; did you mean 'apache-2.0'?",
-        ),
-        ("publish.license='Llama_3.1'", "did you mean 'llama3.1'? Expected one of https://huggingface.co/docs"),
-        ("publish.license=''", "'' is no license identifier of the Hub. Expected"),
-        ("publish.license=mine", "and 'other' for a license that is not there"),
-    ],
-)
-def test_a_license_that_the_hub_would_refuse_is_refused_with_the_recipe(recipe_file, override, said):
-    assert said in refusal(recipe_file, override)
-
-
-def test_what_the_hub_takes_is_taken(recipe_file):
-    for license in ("apache-2.0", "llama3.1", "openrail++", "other"):
-        assert load_recipe(recipe_file, [f"publish.license={license}"]).publish.license == license
+def misspelt(key: str, nearest: str) -> str:
+    return f"{key}: unknown key {key.split('.')[-1]!r}; did you mean {nearest!r}?"
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        (["sede=1"], misspelt("sede", "seed")),
+        (["train.epoch=1"], misspelt("train.epoch", "epochs")),
+        (["features.row_per_shard=1"], misspelt("features.row_per_shard", "rows_per_shard")),
+        (["draft.main.expert=2"], misspelt("draft.main.expert", "experts")),
+        (["eval.methods.main.tree.topk=2"], misspelt("eval.methods.main.tree.topk", "top_k")),
+        (["eval.benchmarks.code.prompt=1"], misspelt("eval.benchmarks.code.prompt", "prompts")),
+        (["publish.licence=mit"], misspelt("publish.licence", "license")),
+        (["eval.sampled_repeats=1"], misspelt("eval.sampled_repeats", "repeats")),  # a key of earlier versions
         (["draft.other.experts=2"], "draft.other.experts: unknown key 'experts'"),  # of the other kind of draft
         (["publish.zzzz=1"], "publish.zzzz: unknown key 'zzzz'; valid keys: draft, license"),
-        (["sede=1", "train.epoch=1"], "(?s)'epochs'.*'seed'"),  # all at once
+        (["sede=1", "train.epoch=1"], "did you mean 'epochs'?\n"),  # all at once
         (["draft.jakiro.kind=jakiro", "draft.jakiro.expert=2"], "draft.jakiro.expert: "),  # named like its kind
         (["draft.eagle.kind=jakiro", "draft.eagle.expert=2"], "did you mean 'experts'?"),  # named like another kind
-        (["eval.benchmarks.source={source='x', prompt=1}"], "eval.benchmarks.source.prompt: .* mean 'prompts'?"),
-    ],
-)
-def test_what_is_said_of_an_unknown_key(recipe_file, overrides, words):
-    assert re.search(words, refusal(recipe_file, *overrides))
-
-
-# -- contradictions --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("overrides", "complaint"),
-    [
+        (["eval.benchmarks.source={source='x', prompt=1}"], misspelt("eval.benchmarks.source.prompt", "prompts")),
+        (["train.epochs"], "--set 'train.epochs': expected section.key=value"),
+        (["name.first=x"], "name is a value, not a section"),
+        (
+            ["publish.license='Apache 2.0'"],
+            "'Apache 2.0' is no license identifier of the Hub; did you mean 'apache-2.0'?",
+        ),
+        (["publish.license='Llama_3.1'"], "did you mean 'llama3.1'? Expected one of https://huggingface.co/docs"),
+        (["publish.license=''"], "'' is no license identifier of the Hub. Expected"),
+        (["publish.license=mine"], "and 'other' for a license that is not there"),
         (["eval.methods.main.tree.nodes=38"], "nodes=38, but depth 3 with top_k 4 scores at most 37"),
         (["eval.methods.main.tree.nodes=3"], "nodes=3 cannot hold a path of depth 3: use at least 4"),
         (
@@ -213,8 +184,8 @@ def test_what_is_said_of_an_unknown_key(recipe_file, overrides, words):
         ),
     ],
 )
-def test_contradictory_or_impossible_values_are_refused(recipe_file, overrides, complaint):
-    assert complaint in refusal(recipe_file, *overrides)
+def test_what_is_refused(recipe_file, overrides, words):
+    assert words in refusal(recipe_file, *overrides)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +198,7 @@ def test_contradictory_or_impossible_values_are_refused(recipe_file, overrides, 
         ["eval.methods.main.tree={depth=1, top_k=4, nodes=5}"],
         ["eval.methods.main.tree={paths=[[0], [1]]}"],
         ["train.global_batch=12"],
+        *([f"publish.license={license}"] for license in ("apache-2.0", "llama3.1", "openrail++", "other")),
     ],
 )
 def test_the_last_consistent_values_are_accepted(recipe_file, overrides):
@@ -278,10 +250,8 @@ def test_overrides_set_one_key(recipe_file, override, read, value):
     assert read(load_recipe(recipe_file, [override])) == value
 
 
-def test_the_last_of_two_overrides_counts_and_what_is_none_is_refused(recipe_file):
+def test_the_last_of_two_overrides_counts(recipe_file):
     assert load_recipe(recipe_file, ["seed=1", "seed=2"]).seed == 2
-    assert "--set 'train.epochs': expected section.key=value" in refusal(recipe_file, "train.epochs")
-    assert "name is a value, not a section" in refusal(recipe_file, "name.first=x")
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
