@@ -22,9 +22,9 @@ from pipeline.features.schema import FeatureSpec
 from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import load_config
 from pipeline.lm.states import Needs
+from pipeline.recipe.identity import start_folder
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import ON_HUB
-from pipeline.recipe.start import start_folder
 from pipeline.recipe.untrusted import Trained, parse_untrusted
 
 OWN = ("vocab_size", "target_layers")  # of a draft's shapes: the target's of now

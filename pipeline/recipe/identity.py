@@ -6,14 +6,20 @@ A section says which of its keys change which result (`Affects`); which sections
 import hashlib
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import read_json
 from pipeline.basics.section import Section
 from pipeline.decoding.method import Method
+from pipeline.lm.fingerprint import weights_sha256
 from pipeline.recipe.recipe import Recipe
-from pipeline.recipe.start import marked
+from pipeline.recipe.sections import ON_HUB
 
 Settings = dict[str, Any]  # by section
+MARK = "content:"
+SUFFIXES = {".safetensors", ".bin", ".pt", ".ckpt"}
 
 
 def digest(value: Any) -> str:
@@ -87,6 +93,31 @@ def calibration_hash(recipe: Recipe, dump: str) -> str:
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
+
+
+def marked(start: str) -> str:
+    """The start as hashes and artifacts name it: a folder by its weights and shapes, wherever it lies.
+
+    Raises PipelineError where there is no such folder.
+    """
+    if ON_HUB.fullmatch(start) or start.startswith(MARK):
+        return start
+    folder = start_folder(start)
+    config = read_json(folder / "config.json")
+    sums = [weights_sha256(path) for path in sorted(folder.iterdir()) if path.suffix in SUFFIXES]
+    content = json.dumps([config.get("shapes", config), sums], sort_keys=True)
+    return MARK + hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def start_folder(start: str) -> Path:
+    """Raises PipelineError for what is no folder of a draft."""
+    folder = Path(start).expanduser()
+    if start.startswith(MARK) or not (folder / "config.json").is_file():
+        raise PipelineError(
+            f"draft.NAME.start={start!r}: expected a draft's folder, with its config.json and weights, or "
+            "OWNER/NAME@COMMIT of the Hub, the commit in 40 hex digits"
+        )
+    return folder
 
 
 def draft_settings(recipe: Recipe, draft: str) -> Settings:

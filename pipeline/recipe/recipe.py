@@ -1,9 +1,11 @@
 """A run is one typed recipe: a TOML file (or the resolved recipe.json beside an artifact).
 
 Guarantees: every key is known (otherwise the nearest valid name is suggested), and every default has its home here.
-What results depend on: identity.py. Where files are: paths.py.
+What results depend on: identity.py.
 """
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
 from pydantic import Discriminator, Tag, model_validator
@@ -14,7 +16,6 @@ from pipeline.decoding.method import Method
 from pipeline.drafts import DRAFTS, DraftConfig, kind_of
 from pipeline.features.schema import FP8
 from pipeline.recipe.checks import complaints
-from pipeline.recipe.paths import Paths
 from pipeline.recipe.sections import Outline, TrainConfig
 
 # One draft's settings, by its kind (and frame): each draft's own file has them.
@@ -23,6 +24,52 @@ if TYPE_CHECKING:
     AnyDraft = DraftConfig
 else:
     AnyDraft = Annotated[_DRAFTS, Discriminator(kind_of)]
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Where a run's files are, each name once; and where a trainer's node reads the features."""
+
+    run: Path
+    shards: Path
+
+    @classmethod
+    def of(cls, output: str, shards: str | None) -> "Paths":
+        """`shards`: a folder of each node's own disk; None: they are read where they are."""
+        run = Path(output).expanduser()
+        return cls(run, Path(shards) if shards else run / "features")
+
+    @property
+    def features(self) -> Path:
+        return self.run / "features"
+
+    @property
+    def copies(self) -> bool:
+        """Whether a trainer's node reads copies of its own."""
+        return self.shards.resolve() != self.features.resolve()
+
+    @property
+    def regenerated(self) -> Path:
+        return self.run / "regenerated"
+
+    def draft(self, name: str) -> Path:
+        return self.run / "drafts" / name
+
+    def resume(self, draft: str) -> Path:
+        return self.draft(draft) / "resume"
+
+    @property
+    def eval(self) -> Path:
+        return self.run / "eval"
+
+    @property
+    def tuned(self) -> Path:
+        """The trees that eval/tune.py chose."""
+        return self.eval / "tuned.json"
+
+    @property
+    def release(self) -> Path:
+        return self.run / "release"
 
 
 class Recipe(Outline):
