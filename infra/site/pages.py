@@ -21,8 +21,6 @@ from pipeline.recipe import recipe, sections
 
 FOLDERS = ("pipeline", "preprocess", "train", "eval", "infra")
 RESULTS = "results"
-MADE = "default_factory"  # of a key whose default is an empty table
-
 
 # Words stay whole, and what is wide scrolls. On a phone the cells of a row, up to three or a key's, stand in a column.
 STYLE = """
@@ -54,8 +52,7 @@ def code(text: Any) -> str:
 def kind_said(annotation: str) -> str:
     """A type as a user reads it: Annotated[int, Field(ge=0)] is int (ge=0), Literal['a', 'b'] is 'a' | 'b'."""
     annotation = re.sub(r"^(?:Runtime|Measured|Cut|Job)\[(.*)\]$", r"\1", annotation)
-    plain = re.sub(rf"Annotated\[(.+), Field\({MADE}=.*?\)\]", r"\1", annotation)
-    plain = re.sub(r"Annotated\[(.+), Field\((.*?)\)\]", r"\1 (\2)", plain)
+    plain = re.sub(r"Annotated\[(.+), Field\((.*?)\)\]", r"\1 (\2)", annotation)
     plain = re.sub(r"Annotated\[(\w+), [^]]*\]", r"\1", plain)
     return re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace(", ", " | "), plain)
 
@@ -85,7 +82,7 @@ def keys_of(section: type) -> list[tuple[str, str, str, str]]:
             above = above.removeprefix("# ") if above.startswith("# ") else ""
             comment = " ".join(filter(None, [above, *behind])).replace("|", "\\|")
             comment = comment or found.get(node.target.id, ("", "", "", ""))[3]  # of the base's key
-            default = ast.unparse(node.value) if node.value else "{}" if MADE in kind else "required"
+            default = ast.unparse(node.value) if node.value else "required"
             found[node.target.id] = (code(node.target.id), code(kind_said(kind)), code(default), comment)
     return list(found.values())
 
