@@ -313,7 +313,7 @@ def test_unusable_data_is_one_clear_error(job, tmp_path, content, message):
 def test_workers_that_fit_no_node_are_refused(job, tmp_path, taking_jobs, monkeypatch):
     recipe, _, _ = job
     monkeypatch.setenv("RAY_ADDRESS", taking_jobs.address)
-    with pytest.raises(PipelineError, match="no node has room for one worker"):
+    with pytest.raises(PipelineError, match="and 0 GPUs, and room for 0"):
         dump(load_recipe(recipe, ["features.gpus_per_worker=1", f"output={tmp_path / 'run'}"]))
 
 

@@ -18,7 +18,7 @@ from pipeline.features.shards import FeatureStore, Manifest
 from pipeline.recipe.load import load_recipe
 from pipeline.running.workers import Pool
 from preprocess.dump import driver, pool
-from preprocess.dump.task import History, ShardTask
+from preprocess.dump.task import ShardTask, next_try
 from preprocess.dump.worker import FeatureWorker
 from tests.cluster import CPUS
 from tests.kit import PATIENCE, dump_here, recipe_tree, write_recipe, write_sharegpt
@@ -54,9 +54,9 @@ def watching(marks: Path, hung: str = "hung-*") -> type:
         def __init__(self, *given):
             super().__init__(*given, clock=lambda: time.monotonic() + sum(ahead))
 
-        def _look_for_hangs(self):
+        def _look_for_hangs(self, watch):
             seen = len(list(marks.glob(hung)))
-            super()._look_for_hangs()
+            super()._look_for_hangs(watch)
             if seen > len(ahead):
                 ahead.append(1e6)
 
@@ -137,14 +137,6 @@ def test_a_dialogue_that_kills_every_worker_is_set_aside_by_id(recipe, faulty_du
 A, B, C, D = "abcd"
 
 
-def tried(history: History, *losses: tuple[str, ...]) -> ShardTask:
-    """The task after workers were lost while they were busy with these dialogues."""
-    task = ShardTask("train", 0, [])
-    for busy in losses:
-        task = history.next_try(task, busy, "")
-    return task
-
-
 @pytest.mark.parametrize(
     ("losses", "suspects", "set_aside"),
     [
@@ -152,22 +144,16 @@ def tried(history: History, *losses: tuple[str, ...]) -> ShardTask:
         ([(A, B, C), (A, B, C), (B,)], (B, C), []),  # a single one while probing
         ([(A,)], (A,), []),  # of a batch of its own
         ([(A,), (A,)], (), [A]),
+        ([(A, B), (A, B), (A,), (A,)], (B,), [A]),
+        ([(A, B), (A, B), (A,), (A,), (C, D)], (), [A]),  # B came through alone, its batch, too
+        ([(A, B), (A, B), (A,), (A,), (C, D), (C, D), (D,), (D,)], (), [A, D]),  # two culprits in different batches
     ],
 )
 def test_a_dialogue_is_set_aside_after_two_losses_alone(losses, suspects, set_aside):
-    task = tried(History("features.batch_tokens"), *losses)
+    task = ShardTask("train", 0, [])
+    for busy in losses:
+        task = next_try(task, busy, "", "features.batch_tokens")
     assert task.suspects == suspects and list(task.set_aside) == set_aside
-
-
-def test_two_culprits_in_different_batches_are_both_found():
-    history = History("features.batch_tokens")
-    task = tried(history, (A, B), (A, B), (A,), (A,))
-    assert list(task.set_aside) == [A] and task.suspects == (B,)
-    task = history.next_try(task, (C, D), "")  # B came through alone, its batch, too
-    assert task.suspects == () and list(task.set_aside) == [A]
-    for busy in ((C, D), (D,), (D,)):
-        task = history.next_try(task, busy, "")
-    assert list(task.set_aside) == [A, D]
 
 
 def test_a_batch_that_is_too_large_ends_the_job_with_one_clear_error(recipe, faulty_dump, undisturbed, tmp_path):
