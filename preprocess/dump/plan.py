@@ -11,7 +11,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -57,28 +56,6 @@ def _start_planner(target: TargetConfig) -> None:
 
 def _encode_there(dialogue: Dialogue, data: DataConfig) -> Encoded:
     return encode_sequences(_here["tokenizer"], dialogue, data)
-
-
-def _begin(processes: ProcessPoolExecutor, dialogue: Dialogue, data: DataConfig) -> Callable[[], Encoded]:
-    """Call it for the result. Raises what `encode_sequences` does."""
-    with _alive(), deaf_children():  # it may start the process
-        future = processes.submit(_encode_there, dialogue, data)
-
-    def result() -> Encoded:
-        with _alive():
-            return future.result()
-
-    return result
-
-
-@contextmanager
-def _alive() -> Iterator[None]:
-    try:
-        yield
-    except BrokenProcessPool:
-        raise PipelineError(
-            "a planning process died: is there memory for features.planners of them? Run the dump again to continue"
-        ) from None
 
 
 @dataclass
@@ -135,6 +112,14 @@ class Plan:
 
     def tasks(self) -> Iterator[ShardTask]:
         """Shard by shard. Raises PipelineError for an unusable source."""
+        try:
+            yield from self._tasks()
+        except BrokenProcessPool:
+            raise PipelineError(
+                "a planning process died: is there memory for features.planners of them? Run the dump again to continue"
+            ) from None
+
+    def _tasks(self) -> Iterator[ShardTask]:
         for dialogue, encode in self._dialogues():
             try:
                 split, documents = self._place(dialogue, encode)
@@ -177,7 +162,9 @@ class Plan:
             waiting: deque = deque()
             for dialogue in self._intake:
                 wanted = not self._full(self._split(dialogue))  # a split that is full stays full
-                waiting.append((dialogue, _begin(processes, dialogue, data) if wanted else None))
+                with deaf_children():  # it may start a process
+                    encode = processes.submit(_encode_there, dialogue, data).result if wanted else None
+                waiting.append((dialogue, encode))
                 if len(waiting) > AHEAD * planners:
                     yield waiting.popleft()
             yield from waiting

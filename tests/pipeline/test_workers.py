@@ -92,11 +92,11 @@ class Hasty(Pool):
     Nobody waits, and no patience depends on how fast the machine is.
     """
 
-    def __init__(self, folder: Path, make: Callable = Faulty, workers: int = 2):
+    def __init__(self, folder: Path, make: Callable = Faulty, **crew: float):
         self.lost: list[tuple[str, tuple[str, ...], str]] = []
         self._folder, self._ahead, self._seen = folder, 0.0, [0]
         clock = lambda: time.monotonic() + self._ahead  # noqa: E731
-        super().__init__(replace(CREW, workers=workers), partial(make, folder), self._lost, clock)
+        super().__init__(replace(CREW, **crew), partial(make, folder), self._lost, clock)
 
     def _lost(self, task: Task, busy: tuple[str, ...], why: str) -> Task:
         self.lost.append((task.title, busy, why))
@@ -161,16 +161,17 @@ def test_a_worker_that_cannot_load_is_replaced_while_another_works_and_blames_no
 @pytest.mark.real
 @pytest.mark.usefixtures("on_cluster")
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "gpus", "message"),
     [
-        (Faulty, r"^is refused: nothing helps$"),
-        (Refused, r"^loading the target: nothing helps$"),
-        (Hopeless, r"^4 workers were lost in a row, the last one \(loading the target\) because: "),
+        (Faulty, 0, r"^is refused: nothing helps$"),
+        (Refused, 0, r"^loading the target: nothing helps$"),
+        (Hopeless, 0, r"^4 workers were lost in a row, the last one \(loading the target\) because: "),
+        (Faulty, 1, r"^features.workers=1 want 1 CPUs and 1 GPUs each, but the nodes have .*, and room for 0"),
     ],
 )
-def test_an_error_for_the_user_or_too_many_losses_end_the_job(tmp_path, make, message):
+def test_an_error_for_the_user_too_many_losses_or_no_room_end_the_job(tmp_path, make, gpus, message):
     with pytest.raises(PipelineError, match=message):
-        Hasty(tmp_path, make, workers=1).records("is refused")
+        Hasty(tmp_path, make, workers=1, gpus=gpus).records("is refused")
 
 
 def test_a_ray_that_the_job_starts_keeps_the_users_python_path(monkeypatch):

@@ -131,16 +131,10 @@ def test_either_side_is_killed_and_two_ranks_make_the_weights_of_a_stored_run(du
     assert sha256(output / WEIGHTS) == by_two
 
 
-@pytest.mark.parametrize(
-    "sets",
-    [
-        ["train.zero_stage=3"],
-        ["train.patience=2", "train.keep=best", "train.validate_every=2", "train.learning_rate=0.02"],
-    ],
-)
-def test_one_rank_under_zero_3_or_until_its_patience_ends_is_fed_alike(dumped, tmp_path, sets):
+def test_one_rank_under_zero_3_until_its_patience_ends_is_fed_alike(dumped, tmp_path):
     """What it kept is what the stored training kept; its feeder ends with it."""
-    sets, output = [*sets, "train.window=1"], tmp_path / "fed"
+    sets, output = ["train.zero_stage=3", "train.window=1", "train.validate_every=2"], tmp_path / "fed"
+    sets += ["train.patience=2", "train.keep=best", "train.learning_rate=0.02"]
     assert run_training(dumped, tmp_path / "stored", *sets).returncode == 0
     recipe = prepared(dumped, output)
     with watched(recipe.features_dir) as seen, ThreadPoolExecutor(1) as thread, without_ray():
@@ -151,7 +145,7 @@ def test_one_rank_under_zero_3_or_until_its_patience_ends_is_fed_alike(dumped, t
         assert "none left" in feeding.result()[0] and done.returncode == 0, done.stderr
     assert sha256(output / WEIGHTS) == sha256(tmp_path / "stored" / WEIGHTS)
     taken = steps_so_far(tmp_path / "stored")
-    assert steps_so_far(output) == taken and (taken < 20) == any("patience" in change for change in sets)
+    assert steps_so_far(output) == taken < 20
     assert 0 < max(seen) <= BOUND and left(recipe) == []
 
 
