@@ -54,31 +54,18 @@ class Crew:
     all_at_once: bool = False  # room for fewer workers than asked for is refused
 
 
-def gpus_each(section: str, asked: float | None, device: str, there: bool) -> float:
-    """GPUs of one worker. Not asked for: one where a node has any (`there`) and the target is not to run on a CPU, else
-    none.
-
-    `section` is the recipe's, for the message; `device` is ``target.device``. Raises PipelineError where none were
-    asked for and the target would take one all the same: Ray does not know that it is taken, so all workers of a node
-    would share its first.
-    """
-    if device == "cpu":
-        return asked or 0
-    if asked is None:
-        return 1 if there or device == "cuda" else 0
-    if asked == 0 and (there or device == "cuda"):
-        raise PipelineError(
-            f"{section}.gpus_per_worker=0, but target.device={device!r} would have every worker of a node on its "
-            "first GPU. Leave it out (one GPU a worker), or set target.device='cpu'"
-        )
-    return asked
-
-
 def room_for(crew: Crew, nodes: list[dict[str, float]]) -> float:
-    """GPUs of one worker, on nodes with these resources. Raises PipelineError where there is no room for one worker, or
-    not for all of a crew that works at once.
+    """GPUs of one worker, on nodes with these resources. Not asked for: one where a node has any and the target is not
+    to run on a CPU, else none. Raises PipelineError where there is no room for one worker, or not for all of a crew
+    that works at once.
     """
-    gpus = gpus_each(crew.section, crew.gpus, crew.device, any(node.get("GPU", 0) for node in nodes))
+    taken = crew.device == "cuda" or (crew.device != "cpu" and any(node.get("GPU", 0) for node in nodes))
+    gpus = float(taken) if crew.gpus is None else crew.gpus
+    if taken and not gpus:  # Ray does not know that they are taken
+        raise PipelineError(
+            f"{crew.section}.gpus_per_worker=0, but target.device={crew.device!r} would have every worker of a node on "
+            "its first GPU. Leave it out (one GPU a worker), or set target.device='cpu'"
+        )
     wanted = {"CPU": crew.cpus, "GPU": gpus}
     room = sum(
         min(int(node.get(kind, 0) / amount + 1e-9) for kind, amount in wanted.items() if amount) for node in nodes
