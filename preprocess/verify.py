@@ -29,7 +29,6 @@ from pipeline.features.shards import (
     ANSWERS,
     FILES,
     HELDOUT_PROMPTS,
-    QUESTIONS,
     SPLITS,
     Manifest,
     Record,
@@ -89,8 +88,6 @@ def damaged_shards(folder: Path, manifest: Manifest, keep: str = "all") -> dict[
 
 
 def _table_damage(folder: Path, record: TextRecord, spec: FeatureSpec) -> str | None:
-    if record.name == text_name(QUESTIONS):  # no ids yet
-        return None
     try:
         TextTable.open(folder, [record], spec)
     except PipelineError as error:

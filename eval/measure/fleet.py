@@ -12,7 +12,7 @@ from eval.measure.tasks import make_harness
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.method import Method
 from pipeline.recipe.recipe import Recipe
-from pipeline.running.crew import Crew, Heartbeat, Loss
+from pipeline.running.crew import Crew, Heartbeat
 from pipeline.running.workers import Pool
 
 ATTEMPTS = 3  # of a task, each by another worker
@@ -30,20 +30,16 @@ class EvalWorker:
 
 
 class Attempts:
-    """A task is tried again, unchanged, until it has lost ATTEMPTS workers; an exception is raised at once, for the
-    same random numbers would lead to it again.
-    """
+    """A task is tried again, unchanged, until it has lost ATTEMPTS workers."""
 
     def __init__(self):
         self._lost: Counter[tuple[str, str, float]] = Counter()
 
-    def retry(self, task: EvalTask, loss: Loss) -> EvalTask:
+    def retry(self, task: EvalTask, busy: tuple[str, ...], why: str) -> EvalTask:
         self._lost[task.name] += 1
-        if loss.raised:
-            raise PipelineError(f"{task.title}: {loss.why}")
         if self._lost[task.name] == ATTEMPTS:
             raise PipelineError(
-                f"{task.title}: {ATTEMPTS} workers were lost, the last one because: {loss.why} Finished prompts are "
+                f"{task.title}: {ATTEMPTS} workers were lost, the last one because: {why} Finished prompts are "
                 "kept: look at the nodes (memory, GPUs), raise features.hang_seconds where it takes longer, and run "
                 "the command again"
             )
@@ -51,7 +47,6 @@ class Attempts:
 
 
 def crew_of(recipe: Recipe, tasks: int) -> Crew:
-    """No worker waits for a second task that another one could do."""
     config = recipe.eval
     return Crew(
         section="eval",
@@ -60,7 +55,6 @@ def crew_of(recipe: Recipe, tasks: int) -> Crew:
         gpus=config.gpus_per_worker,
         device=recipe.target.device,
         hang_seconds=recipe.features.hang_seconds,
-        tasks_each=1,
         all_at_once=True,  # how many share a machine is part of what is measured
     )
 
@@ -68,4 +62,4 @@ def crew_of(recipe: Recipe, tasks: int) -> Crew:
 def decode(recipe: Recipe, methods: dict[str, Method], tasks: list[EvalTask]) -> Iterator[tuple[EvalTask, Outcome]]:
     """(task, outcome) as they are finished, in any order."""
     make = partial(EvalWorker, partial(make_harness, recipe, methods))
-    return Pool(crew_of(recipe, len(tasks)), make, Attempts()).results(iter(tasks))
+    return Pool(crew_of(recipe, len(tasks)), make, Attempts().retry).results(iter(tasks))

@@ -312,16 +312,6 @@ def of_layers(row: Row, spec: FeatureSpec, wanted: FeatureSpec) -> Row:
     return replace(row, auxiliary_TKD=auxiliary_TKD, scales_TS=scales_TS)
 
 
-def blank_row(doc_id: str, spec: FeatureSpec, decode: bool = True) -> Row:
-    """A row that trains nothing, in place of a dialogue that is not there: two tokens without a loss, whose states are
-    0.
-    """
-    text, dtype = (doc_id, np.zeros(2, np.int32), np.zeros(2, np.uint8)), row_dtype(spec.stored_dtype)
-    auxiliary_TKD = torch.zeros(2, spec.auxiliary, spec.hidden_size, dtype=dtype) if spec.auxiliary else None
-    row = Row(*text, torch.zeros(2, spec.hidden_size, dtype=dtype), auxiliary_TKD)
-    return from_batch(to_batch(stored(row, 0, spec), spec), spec, text, decode)
-
-
 def decoded(words: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """States (..., D) from float8 (..., D) and a scale (...), wherever they are."""
     return (words.float() * scale[..., None]).to(row_dtype(FP8))

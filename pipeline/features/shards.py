@@ -38,7 +38,6 @@ MANIFEST = "manifest.json"
 HELDOUT_PROMPTS = "heldout_prompts.jsonl"  # first questions of held-out dialogues, for evaluation
 SPLITS = ("train", "validation")  # the sets of the source's dialogues
 ANSWERS = "answers"  # the set of the target's own greedy answers to the calibration prompts
-QUESTIONS = "questions"  # the table of what the target is asked while a training reads its answers
 FILES = ("text-*.arrow", "features-*.arrow")  # tables and shards of a folder
 UNREADABLE = (
     f"Restore the {MANIFEST} that the dump wrote, or remove it and dump again: every shard is then written anew"
@@ -85,9 +84,7 @@ class Manifest:
     shards: list[ShardRecord] = field(default_factory=list)  # of the source's dialogues
     accounting: dict[str, Any] = field(default_factory=dict)
     complete: bool = False
-    # The tables of the source's dialogues, by split. Where there is one of questions, "train" is the first shard's: a
-    # sample of the answers to come.
-    text: dict[str, TextRecord] = field(default_factory=dict)
+    text: dict[str, TextRecord] = field(default_factory=dict)  # the tables of the source's dialogues, by split
     answers: list[ShardRecord] = field(default_factory=list)  # each with its part of the answers' table
     answers_hash: str = ""  # `artifacts.features.answers_hash`, of these
     prompts_sha256: str = ""  # of heldout_prompts.jsonl, once that is written
@@ -131,9 +128,7 @@ class Manifest:
                 place = ".".join(map(str, ("accounting", *error.errors()[0]["loc"])))
                 raise PipelineError(f"{path}: {place} is not what a dump writes. {UNREADABLE}") from None
         names = set[str]()
-        sets_fit = all(
-            split in SPLITS for split in (*found.text.keys() - {QUESTIONS}, *(s.split for s in found.shards))
-        )
+        sets_fit = all(split in SPLITS for split in (*found.text, *(shard.split for shard in found.shards)))
         sets_fit &= all(shard.split == ANSWERS for shard in found.answers)
         for split, index, record in found._listed():
             if not sets_fit or not _is_right(split, index, record) or record.name in names:
@@ -183,11 +178,7 @@ class Manifest:
         return [self.text[name]] if name in self.text else came_with
 
     def lacks(self, name: str) -> int:
-        """Rows of a set's table that no shard accounts for: they were made while a training read them, and went. Where
-        answers come and go, too, that is all of the train set.
-        """
-        if name == "train" and QUESTIONS in self.text:
-            return self.text[QUESTIONS].rows
+        """Rows of a set's table that no shard accounts for: they were made while a training read them, and went."""
         held = sum(record.rows + len(record.rejected) for record in self.of(name))
         return self.text[name].rows - held if name in self.text else 0
 
@@ -334,7 +325,7 @@ class FeatureStore:
     def _open(self, folder: Path, manifest: Manifest, split: str, expected: FeatureSpec) -> None:
         self._take(manifest.spec, expected)
         self.records = manifest.of(split)
-        self.sample = self.texts = usable_texts(folder, manifest, split)
+        self.texts = usable_texts(folder, manifest, split)
         self._starts = np.cumsum([0] + [record.rows for record in self.records])
         self._parts = part_starts(self.records)
         self._readers = [open_shard(folder, record, self.stored) for record in self.records]

@@ -126,10 +126,6 @@ def draft_settings(recipe: Recipe, draft: str) -> Settings:
     return config.to_json() | ({"start": marked(config.start)} if config.start else {})
 
 
-def _order(recipe: Recipe) -> Settings:
-    return {"order": "questions"} if recipe.answers_streamed else {}
-
-
 def is_watched(recipe: Recipe, draft: str) -> bool:
     """Whether the estimated tau decides which weights of a draft are kept."""
     return recipe.training(draft).keep == "best" or recipe.training(draft).patience is not None
@@ -153,7 +149,7 @@ def train_hash(recipe: Recipe, draft: str) -> str:
         return digest({"published": recipe.published[draft], "draft": recipe.draft[draft].to_json()})
     dump = dump_hash(recipe)
     dump = calibration_hash(recipe, dump) if is_watched(recipe, draft) else dump
-    settings = {"tree": None, **train_settings(recipe, draft), **_order(recipe)}
+    settings = {"tree": None, **train_settings(recipe, draft)}
     return digest({"dump": dump, "seed": recipe.seed, "draft": draft_settings(recipe, draft), **settings})
 
 
@@ -165,7 +161,7 @@ def run_settings(recipe: Recipe) -> Settings:
     sections = {key: getattr(recipe, key) for key in type(recipe).model_fields}
     settings = {key: value.affecting("figures") for key, value in sections.items() if isinstance(value, Section)}
     drafts = {name: draft_settings(recipe, name) for name in recipe.draft}
-    return recipe.affecting("figures") | settings | {"draft": drafts} | _order(recipe)
+    return recipe.affecting("figures") | settings | {"draft": drafts}
 
 
 def run_hash(recipe: Recipe) -> str:

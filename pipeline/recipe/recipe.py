@@ -150,11 +150,6 @@ class Recipe(Outline):
         return self.features.keep == "window" and bool(self.to_train)
 
     @property
-    def answers_streamed(self) -> bool:
-        """Whether the target answers while training reads its answers. Then their order is that of questions."""
-        return self.data.answers == "target" and self.features.keep == "window"
-
-    @property
     def worker_gpus(self) -> float | None:
         """GPUs of one worker of the dump; None: one where a node has any. On a CPU an engine's parallel parts take
         none.

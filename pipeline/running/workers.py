@@ -1,14 +1,14 @@
 """A pool of Ray actors that work on tasks: of the dump, of regeneration and of evaluation. The only file that imports
 Ray; only drivers of Ray jobs import it. It imports no torch, so that the actor with the heartbeats starts at once.
 
-Terms: a worker is an actor with a loaded target; a task is what one call of a worker does; its items are what it names
-in its heartbeats.
+Terms: a worker is an actor that loads a target with its first task; a task is what one call of a worker does; its items
+are what it names in its heartbeats.
 
-Guarantees: every task is finished, or the job ends with an error. A worker that dies, or gives no heartbeat for
-`hang_seconds`, is replaced; what becomes of the task that it worked on is the caller's `Losses` to say, and a task that
-only waited for it is given out again. A worker that cannot load is replaced, too, until too many in a row could not:
-then the job ends. In a crew that works `all_at_once` an exception while loading ends the job. A worker that waits for
-room on the cluster may wait as long as another one works. Workers hand back small records, never tensors.
+Guarantees: every task is finished, or the job ends with an error. A worker that dies, raises an exception, or gives no
+heartbeat for `hang_seconds` is replaced, until too many in a row are lost; `retry` says how its task is tried next, and
+the next worker that is free does so. (Ray's own `max_task_retries` would keep a task at its actor, which may wait for
+room for ever.) A worker that waits for room on the cluster may wait as long as another one has some. Workers hand back
+small records, never tensors.
 """
 
 import json
@@ -19,11 +19,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.basics.errors import PipelineError
@@ -31,26 +32,13 @@ from pipeline.basics.files import ROOT, python_path
 from pipeline.basics.public import public_text
 from pipeline.running.cluster import ADDRESS, private_folder, ray_address, require_cluster
 from pipeline.running.cores import require_few, workers_as_everyone
-from pipeline.running.crew import (
-    NOT_YET,
-    PASSED_ON,
-    Crew,
-    Heartbeat,
-    Loss,
-    Losses,
-    Task,
-    Watch,
-    Worker,
-    hide_gpus,
-    room_for,
-)
+from pipeline.running.crew import NO_GPUS, NOT_YET, PASSED_ON, Crew, Heartbeat, Retry, Task, Watch, Worker, room_for
 from pipeline.running.signals import kept_handlers
 
 LOOK_SECONDS = 1.0  # between two looks at the heartbeats
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what a Ray job was submitted with, in the environment of its driver
 TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-IDLE, NAMED = "idle", 3  # a worker without a task; so many tasks in work are named
-LOADS = 3  # so many workers of a crew that works all at once, lost in a row while they loaded, end the job
+LOADING, NAMED = "loading the target", 3  # so many tasks in work are named
 log = logging.getLogger(__name__)
 
 
@@ -59,8 +47,8 @@ class Beat:
     """A worker's last heartbeat."""
 
     count: int = 0  # of all so far
+    doing: str = LOADING  # or the title of its task
     items: tuple[str, ...] = ()
-    task: str = ""  # its title
     done: int = 0  # of that task
 
 
@@ -81,31 +69,30 @@ class Heartbeats:
 class WorkerActor:
     """What Ray runs: a worker whose heartbeats arrive before it does what they announce."""
 
-    def __init__(self, make: Callable[[Heartbeat], Worker], number: int, heartbeats: Any, gpus: float):
-        hide_gpus(gpus)
-        self._make, self._task = make, ""
-        self._heartbeat = lambda items, done=0: ray.get(heartbeats.beat.remote(number, items, self._task, done))
-
-    def ready(self) -> None:
-        self._heartbeat(())  # it has its room, and loads from now on
-        self._worker = self._make(self._heartbeat)
-        self._worker.ready()
+    def __init__(self, make: Callable[[Heartbeat], Worker], number: int, heartbeats: Any):
+        self._make, self._doing = make, LOADING
+        self._worker: Worker | None = None
+        self._heartbeat = lambda items, done=0: ray.get(heartbeats.beat.remote(number, self._doing, items, done))
 
     def work(self, task: Any) -> Any:
-        self._task = task.title
+        if self._worker is None:
+            self._heartbeat(())
+            (worker := self._make(self._heartbeat)).ready()
+            self._worker = worker
+        self._doing = task.title
         self._heartbeat(())
         return self._worker.work(task)
 
 
 @dataclass
 class _Member:
-    """An actor and its tasks in the order in which they were given to it; it works on the first."""
+    """An actor and its task."""
 
     number: int
     actor: Any
-    loading: Any  # the reference that answers when the target is loaded; None from then on
-    since: float  # when its last heartbeat was new, or it was spawned
-    tasks: dict[Any, Task] = field(default_factory=dict)  # by reference
+    reference: Any  # that answers when it has its room, or has done its task; None: it is free
+    since: float  # when its last heartbeat was new, or it was spawned or given its task
+    task: Task | None = None
     beats: int = 0  # seen
 
 
@@ -116,167 +103,138 @@ class Pool:
         self,
         crew: Crew,
         make: Callable[[Heartbeat], Worker],
-        losses: Losses,
+        retry: Retry,
         clock: Callable[[], float] = time.monotonic,
     ):
         require_cluster()  # before what takes long
-        self._crew, self._make, self._losses, self._clock = crew, make, losses, clock
-        self._watch: Watch = lambda done, doing: None
+        self._crew, self._make, self._retry, self._clock = crew, make, retry, clock
         self._heartbeats: Any = None
         self._gpus = 0.0  # of a worker; known when Ray's nodes are
-        self._spawned = 0
+        self._spawned = self._lost_in_a_row = 0  # the second: since the last finished task
         self._members: list[_Member] = []
         self._again: deque[Task] = deque()  # tasks whose worker was lost
-        self._ever_ready = False  # has one worker loaded its target? Else the first that cannot ends the job
-        self._lost_in_a_row = 0  # workers lost since the last finished task
-        self._not_loaded = 0  # workers lost while they loaded, since one last was ready
 
-    def results(self, tasks: Iterator[Task], watch: Watch | None = None) -> Iterator[tuple[Any, Any]]:
+    def results(self, tasks: Iterator[Task], watch: Watch = lambda done, doing: None) -> Iterator[tuple[Any, Any]]:
         """(task, record) as they are finished, in any order. A source that yields NOT_YET is asked again and again.
         Each look at the workers is told to `watch`. Raises PipelineError; finished tasks stay finished.
         """
-        self._watch = watch or self._watch
-        first = next((task for task in tasks if task is not NOT_YET), None)
-        if first is None:
+        task = next((task for task in tasks if task is not NOT_YET), None)
+        if task is None:
             return
-        self._again.append(first)
-        self._watch(0, "starting Ray")
+        watch(0, "starting Ray")
         with start_ray(self._crew):
-            yield from self._results(tasks)
+            try:
+                yield from self._results(task, tasks, watch)
+            except RayError as error:
+                raise PipelineError(
+                    f"Ray failed: {_first_line(error)} Run the command again to continue: what is finished is kept"
+                ) from None
 
-    def _results(self, tasks: Iterator[Task]) -> Iterator[tuple[Any, Any]]:
-        try:
-            self._gpus = room_for(self._crew, [node["Resources"] for node in ray.nodes() if node["Alive"]])
-            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-            beside: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": here}
-            self._heartbeats = ray.remote(**beside)(Heartbeats).remote()
-            self._members = [self._spawn() for _ in range(self._crew.workers)]
-            more = True
-            while more or self._again or any(member.tasks for member in self._members):
-                more = self._hand_out(tasks, more)
-                yield from self._collect()
-            waiting = sum(member.loading is not None for member in self._members)
-            if waiting:
-                log.warning("%d of %d workers were never ready: no room, or no time", waiting, len(self._members))
-        except ray.exceptions.RayError as error:
-            raise PipelineError(
-                f"Ray failed: {_first_line(error)} Run the command again to continue: what is finished is kept"
-            ) from None
+    def _results(self, task: Task | None, tasks: Iterator[Task], watch: Watch) -> Iterator[tuple[Any, Any]]:
+        """`task` is the next one, ready for the worker that is free first."""
+        self._gpus = room_for(self._crew, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        beside: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": here}
+        self._heartbeats = ray.remote(**beside)(Heartbeats).remote()
+        self._members = [self._spawn() for _ in range(self._crew.workers)]
+        while task is not None or any(member.task for member in self._members):
+            for member in self._members:
+                if task not in (None, NOT_YET) and member.reference is None:
+                    member.task, member.reference = task, member.actor.work.remote(task)
+                    member.since, task = self._clock(), self._next(tasks)
+            yield from self._collect()
+            self._look_for_hangs(watch)
+            task = self._next(tasks) if task in (None, NOT_YET) else task
+        if waiting := sum(member.reference is not None for member in self._members):
+            log.warning("%d of %d workers never had room", waiting, len(self._members))
+
+    def _next(self, tasks: Iterator[Task]) -> Task | None:
+        return self._again.popleft() if self._again else next(tasks, None)
 
     def _spawn(self) -> _Member:
         self._spawned += 1
-        told = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-        more: dict[str, Any] = {"runtime_env": {"env_vars": told}} if told else {}
-        remote = ray.remote(num_cpus=self._crew.cpus, num_gpus=self._gpus, **more)(WorkerActor)
-        actor: Any = remote.remote(self._make, self._spawned, self._heartbeats, self._gpus)
-        return _Member(self._spawned, actor, actor.ready.remote(), self._clock())
-
-    def _hand_out(self, tasks: Iterator[Task], more: bool) -> bool:
-        """Gives every ready worker its tasks; says whether the source has more."""
-        for held in range(self._crew.tasks_each):
-            for member in self._members:
-                if member.loading is None and len(member.tasks) == held:
-                    task = self._again.popleft() if self._again else next(tasks, None) if more else None
-                    if task is None or task is NOT_YET:
-                        return task is NOT_YET
-                    if not member.tasks:
-                        member.since = self._clock()
-                    member.tasks[member.actor.work.remote(task)] = task
-        return more
+        variables = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        if not self._gpus:  # Ray hides the other workers' GPUs only from one that takes some
+            variables |= NO_GPUS
+        options: dict[str, Any] = {"num_cpus": self._crew.cpus, "num_gpus": self._gpus}
+        remote = ray.remote(runtime_env={"env_vars": variables}, **options)(WorkerActor)
+        actor: Any = remote.remote(self._make, self._spawned, self._heartbeats)
+        return _Member(self._spawned, actor, actor.__ray_ready__.remote(), self._clock())
 
     def _collect(self) -> Iterator[tuple[Any, Any]]:
         """Everything that is finished, or lost, by now; waits one look for something."""
-        references = [member.loading for member in self._members if member.loading is not None]
-        references += [reference for member in self._members for reference in member.tasks]
-        if not references:  # the last look brought everything, and the source turned out to have no more
-            return
-        ray.wait(references, num_returns=1, timeout=LOOK_SECONDS)
-        # All that is ready: what is finished but waits to be collected would seem to hang.
-        done, _ = ray.wait(references, num_returns=len(references), timeout=0)
-        for reference in done:
-            member = next((m for m in self._members if reference == m.loading or reference in m.tasks), None)
-            if member is not None:  # else of a worker lost a moment ago
-                yield from self._answer(member, reference)
-        self._look_for_hangs()
+        members = {member.reference: member for member in self._members if member.reference is not None}
+        if members:
+            ray.wait(list(members), timeout=LOOK_SECONDS)
+            # All that is ready: what is finished but waits to be collected would seem to hang.
+            for reference in ray.wait(list(members), num_returns=len(members), timeout=0)[0]:
+                yield from self._answer(members[reference])
 
-    def _answer(self, member: _Member, reference: Any) -> Iterator[tuple[Any, Any]]:
+    def _answer(self, member: _Member) -> Iterator[tuple[Any, Any]]:
         try:
-            record = ray.get(reference)
-        except ray.exceptions.RayTaskError as error:
-            cause = error.cause
-            loading, why = member.loading is not None, f"{type(cause).__name__}: {_first_line(cause)}"
-            refused = isinstance(cause, PipelineError)
-            if (loading and self._crew.all_at_once) or (refused and not (loading and self._ever_ready)):
-                raise PipelineError(f"{_title(member)}: {cause if refused else why}") from None
-            self._lose(member, why, raised=True)
-            return
-        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
+            record = ray.get(member.reference)
+        except RayTaskError as error:
+            cause, beats = error.cause, self._beats()
+            doing = beats.get(member.number, Beat()).doing
+            if isinstance(cause, PipelineError) and not (doing == LOADING and _has_loaded(beats)):
+                raise PipelineError(f"{doing}: {cause}") from None
+            self._lose(member, f"{type(cause).__name__}: {_first_line(cause)}")
+        except (RayActorError, OutOfMemoryError) as error:
             self._lose(member, _first_line(error))
-            return
-        if reference == member.loading:
-            member.loading, self._ever_ready, self._not_loaded = None, True, 0
-            return
-        task = member.tasks.pop(reference)
-        member.since, self._lost_in_a_row = self._clock(), 0
-        yield task, record
+        else:
+            task, member.task, member.reference = member.task, None, None
+            if task is not None:
+                self._lost_in_a_row = 0
+                yield task, record
 
-    def _look_for_hangs(self) -> None:
-        now, patience, beats = self._clock(), self._crew.hang_seconds, ray.get(self._heartbeats.read.remote())
+    def _beats(self) -> dict[int, Beat]:
+        return ray.get(self._heartbeats.read.remote())
+
+    def _look_for_hangs(self, watch: Watch) -> None:
+        now, patience, beats = self._clock(), self._crew.hang_seconds, self._beats()
+        key = "features.hang_seconds"
+        names, done = dict[str, None](), 0
         for member in self._members:
-            count = beats.get(member.number, Beat()).count
-            if count != member.beats:
-                member.beats, member.since = count, now
-        self._tell(beats)
-        late = [member for member in self._members if now - member.since > patience]
-        together = self._crew.all_at_once
-        if not together and len(late) == len(self._members) and all(member.loading is not None for member in late):
+            beat = beats.get(member.number, Beat())
+            if beat.count != member.beats:
+                member.beats, member.since = beat.count, now
+            if member.task is not None:
+                names[beat.doing] = None
+                done += beat.done if beat.doing == member.task.title else 0
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        watch(done, ", ".join(list(names)[:NAMED]) + more or "waiting for work")
+        late = [member for member in self._members if member.reference is not None and now - member.since > patience]
+        if len(late) == len(self._members) and not any(member.task for member in late):
             raise PipelineError(
-                f"no worker became ready within features.hang_seconds={patience}: is there room on the "
-                f"cluster for {self._crew.cpus} CPUs and {self._gpus:g} GPUs? Does loading take longer?"
+                f"no worker started within {key}={patience}: is there room on the cluster for {self._crew.cpus} CPUs "
+                f"and {self._gpus:g} GPUs?"
             )
         for member in late:
-            # Without a heartbeat it may wait for room on the cluster; for a crew that works at once there was room.
-            loads = member.loading is not None and (together or member.beats > 0)
-            if member.tasks or loads:
-                self._lose(member, f"it gave no sign of life for {patience} s (features.hang_seconds).")
+            if member.task is not None:
+                self._lose(member, f"it gave no sign of life for {patience} s ({key}).")
 
-    def _tell(self, beats: dict[int, Beat]) -> None:
-        titles = [_title(member) for member in self._members]
-        known = (beats.get(member.number, Beat()) for member in self._members)
-        done = sum(beat.done for beat, title in zip(known, titles, strict=True) if beat.task == title)
-        names = list(dict.fromkeys(title for title in titles if title != IDLE))
-        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        self._watch(done, ", ".join(names[:NAMED]) + more or "waiting for work")
-
-    def _lose(self, member: _Member, why: str, raised: bool = False) -> None:
-        """Replaces a worker that died, hung or failed; its tasks are given out again."""
+    def _lose(self, member: _Member, why: str) -> None:
+        """Replaces a worker that died, hung or failed; its task is given out again."""
         ray.kill(member.actor)  # one that only seemed dead must not go on writing
-        log.warning("a worker was lost (%s): %s", _title(member), why)
+        beats = self._beats()
+        beat = beats.get(member.number, Beat())
+        log.warning("a worker was lost (%s): %s", beat.doing, why)
         self._lost_in_a_row += 1
-        self._not_loaded += member.loading is not None
-        if self._not_loaded >= (LOADS if self._crew.all_at_once else 3 * self._crew.workers + 1):
+        if self._lost_in_a_row > 3 * self._crew.workers + 10 * _has_loaded(beats):
             raise PipelineError(
-                f"{self._not_loaded} workers were lost in a row while they loaded the target, the last one because: "
-                f"{why} What is finished is kept: look at the nodes (memory, GPUs, disks), raise "
-                f"features.hang_seconds where loading takes longer, and run the command again to continue"
+                f"{self._lost_in_a_row} workers were lost in a row, the last one ({beat.doing}) because: {why} What is "
+                f"finished is kept: look at the nodes (memory, GPUs, disks), raise features.hang_seconds "
+                "where loading takes longer, and run the command again to continue"
             )
-        if self._lost_in_a_row > 3 * self._crew.workers + 10 * self._ever_ready:
-            raise PipelineError(
-                f"{self._lost_in_a_row} workers were lost in a row, the last one because: {why} What is finished is "
-                "kept: look at the nodes (memory, GPUs) and run the command again to continue"
-            )
-        held = list(member.tasks.values())
-        if held:
-            beat = ray.get(self._heartbeats.read.remote()).get(member.number, Beat())
-            held[0] = self._losses.retry(held[0], Loss(beat.items, why, raised))
+        if member.task is not None:
+            items = beat.items if beat.doing == member.task.title else ()
+            self._again.append(self._retry(member.task, items, why))
         self._members[self._members.index(member)] = self._spawn()
-        self._again.extend(held)
 
 
-def _title(member: _Member) -> str:
-    if member.loading is not None:
-        return "loading the target"
-    return next(iter(member.tasks.values())).title if member.tasks else IDLE
+def _has_loaded(beats: dict[int, Beat]) -> bool:
+    """Whether any worker has."""
+    return any(beat.doing != LOADING for beat in beats.values())
 
 
 def _first_line(error: BaseException) -> str:

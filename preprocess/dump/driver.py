@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
 from operator import attrgetter
@@ -36,7 +35,6 @@ from pipeline.features.shards import (
     FILES,
     HELDOUT_PROMPTS,
     MANIFEST,
-    QUESTIONS,
     SPLITS,
     Manifest,
     Record,
@@ -53,7 +51,7 @@ from pipeline.recipe.identity import dump_hash
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.crew import Heartbeat
 from preprocess.dump.compare import sampled
-from preprocess.dump.plan import QUESTION, Plan, question_batch
+from preprocess.dump.plan import Plan
 from preprocess.dump.pool import records
 from preprocess.dump.report import REJECTED, describe_groups, examples, report_lines, suffix, write_rejected
 from preprocess.dump.task import ShardTask
@@ -71,8 +69,6 @@ def dump(recipe: Recipe) -> list[str]:
         store = store_of(recipe)
         manifest = _resume(recipe, folder, store)
         if recipe.features.keep == "all" and manifest.fed:
-            manifest.complete = False
-        if recipe.answers_streamed and QUESTIONS not in manifest.text:  # all answers were kept
             manifest.complete = False
         if recipe.features.dump and not manifest.complete:
             raise PipelineError(
@@ -207,49 +203,36 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
     plan, ledger = Plan(recipe, load_tokenizer(recipe.target)), _Ledger(manifest, folder, store)
     write_provenance(folder, recipe)
     write_own_recipe(folder, recipe)
-    make = worker_of(recipe, folder, manifest.spec)
-    # They are made again when training reads them; with known texts, those that an earlier dump kept stay.
-    if recipe.features.keep == "window" and (manifest.fed or recipe.answers_streamed):
-        manifest.shards = [*manifest.of("validation"), *filter(partial(_is_sample, recipe), manifest.of("train"))]
-    made_here = (*SPLITS, ANSWERS) if recipe.features.keep == "all" else ("validation", ANSWERS)
-    done = sum(manifest.total(split, "tokens") for split in made_here)
+    make, sets = worker_of(recipe, folder, manifest.spec), _sets(recipe)
+    if manifest.fed and "train" not in sets:  # those that an earlier dump kept stay
+        manifest.shards = manifest.of("validation")
+    done = sum(manifest.total(name, "tokens") for name in sets)
     with Progress("dump", 0, "tokens", start=done) as progress, ledger, ExitStack() as stack:
-        own = recipe.data.answers == "target"  # then the shards bring the texts
         tables = {
             split: stack.enter_context(arrow_file(folder / text_name(split), text_schema(manifest.spec)))
-            for split in (() if own else SPLITS)
+            for split in (SPLITS if recipe.data.answers == "source" else ())  # else the shards bring the texts
         }
-        if recipe.answers_streamed:
-            tables[QUESTIONS] = stack.enter_context(arrow_file(folder / text_name(QUESTIONS), QUESTION))
         tasks = _tasks(recipe, plan, manifest, tables, progress)
         for record in records(recipe, make, tasks, "features.batch_tokens", progress, attrgetter("tokens")):
             ledger.add(record)
         _require_accounted(recipe, plan, manifest)  # an error leaves the tables of before
     manifest.text = {split: record_of(folder / text_name(split), table) for split, table in tables.items()}
-    rejected = [*plan.rejected, *(pair for shard in manifest.shards for pair in shard.rejected.items())]
-    write_rejected(folder, rejected)
-    if recipe.answers_streamed:  # of the sample the texts stay
-        (first,), manifest.shards = manifest.of("train"), manifest.of("validation")
-        if store is not None:
-            store.get(first.text.name, folder, first.text.sha256)
-        (folder / first.text.name).replace(folder / text_name("train"))
-        manifest.text["train"] = replace(first.text, name=text_name("train"))
-    if store is not None:
-        for record in manifest.text.values():
-            _move(folder / record.name, store)
+    write_rejected(folder, [*plan.rejected, *(pair for shard in manifest.shards for pair in shard.rejected.items())])
+    for record in manifest.text.values() if store is not None else ():
+        _move(folder / record.name, store)
     prompts = [json.dumps(prompt, ensure_ascii=False) for prompt in plan.prompts]
     write_text(folder / HELDOUT_PROMPTS, "".join(f"{line}\n" for line in prompts))
-    sweep(folder, manifest, store if recipe.features.keep == "window" else None)
+    sweep(folder, manifest, store)
     for name in (REJECTED, HELDOUT_PROMPTS, RECIPE, PROVENANCE):
         ledger.publish(name)
     manifest.complete, manifest.prompts_sha256 = True, sha256(folder / HELDOUT_PROMPTS)
-    manifest.fed = recipe.features.keep == "window" and manifest.lacks("train") > 0  # else an earlier dump kept all
+    manifest.fed = "train" not in sets and manifest.lacks("train") > 0  # else an earlier dump kept all
     ledger.save()
 
 
-def _is_sample(recipe: Recipe, shard: ShardTask | ShardRecord) -> bool:
-    """Whether its answers are a sample of those that the target is to give while training reads them."""
-    return recipe.answers_streamed and (shard.split, shard.index) == ("train", 0)
+def _sets(recipe: Recipe) -> tuple[str, ...]:
+    """Those whose shards the dump writes; training's states are made while it reads them where none are kept."""
+    return (*SPLITS, ANSWERS) if recipe.features.keep == "all" else ("validation", ANSWERS)
 
 
 def worker_of(recipe: Recipe, folder: Path, spec: FeatureSpec) -> Callable[[Heartbeat], FeatureWorker]:
@@ -278,12 +261,12 @@ def sweep(folder: Path, manifest: Manifest, store: Store | None) -> None:
 
 def _require_accounted(recipe: Recipe, plan: Plan, manifest: Manifest) -> None:
     """Sets the manifest's accounting. Raises PipelineError where records are unaccounted for or a split has no rows."""
-    shards, made = manifest.shards, manifest.of("train")
-    if recipe.features.keep == "window":  # a feeder refuses texts that would be rejected; it counts such questions
-        rest = plan.accepted["train"] - sum(shard.rows + len(shard.rejected) for shard in made)
+    shards = manifest.shards
+    if "train" not in _sets(recipe):  # a feeder refuses texts that would be rejected
+        rest = plan.accepted["train"] - sum(shard.rows + len(shard.rejected) for shard in manifest.of("train"))
         shards = [*shards, ShardRecord("", "train", 0, rest, plan.tokens["train"], 0, 0, "")]
     manifest.accounting = plan.accounting(shards)
-    if not any(shard.rows for shard in made or shards if shard.split == "train"):
+    if not any(shard.rows for shard in shards if shard.split == "train"):
         raise PipelineError(
             f"data.source {recipe.data.source} holds no usable dialogue: {plan.records} "
             f"records, rejected {manifest.accounting['rejected']}, skipped {manifest.accounting['skipped']}"
@@ -305,14 +288,10 @@ def _tasks(
     texts yet.
     """
     finished = {record.name: record for record in (*manifest.shards, *manifest.answers)}
-    later = {"train"} if recipe.features.keep == "window" else set()
     for task in plan.tasks():
         progress.expect(plan.expected_tokens)
         if task.split in tables:
             tables[task.split].write(text_batch(task.in_order, manifest.spec))
-        if task.split == "train" and QUESTIONS in tables:
-            tables[QUESTIONS].write(question_batch(task.documents))
-        if (task.split not in later or _is_sample(recipe, task)) and not task.is_done(
-            finished.get(shard_name(task.split, task.index)), recipe
-        ):
+        name = shard_name(task.split, task.index)
+        if task.split in _sets(recipe) and not task.is_done(finished.get(name), recipe):
             yield task

@@ -5,23 +5,19 @@ Knows no Ray.
 """
 
 import ctypes
-import json
 import signal
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from pipeline.basics.errors import PipelineError
 from pipeline.features.shards import ANSWERS, SPLITS, ShardRecord
@@ -43,18 +39,7 @@ from preprocess.sources.sequences import encode_sequences
 Encoded = tuple[list[tuple[str, chat.Encoded]], list[str]]  # what `encode_sequences` returns
 PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 AHEAD = 8  # dialogues a planning process that are encoded before they are asked for
-QUESTION = pa.schema([("dialogue", pa.string())])
 _here: dict[str, Any] = {}  # a planning process's own tokenizer
-
-
-def question_batch(dialogues: list[Dialogue]) -> pa.RecordBatch:
-    """What the target is asked for one shard, in the table of questions: JSON, as `questions_of` reads it."""
-    return pa.RecordBatch.from_pydict({"dialogue": [json.dumps(asdict(one)) for one in dialogues]}, QUESTION)
-
-
-def questions_of(table: Path, shard: int) -> list[Dialogue]:
-    batch = pa.ipc.open_file(pa.memory_map(str(table))).get_batch(shard)
-    return [Dialogue(**json.loads(line)) for line in batch["dialogue"].to_pylist()]
 
 
 def _exchanges(messages: chat.Messages) -> list[tuple[str, str]]:
@@ -71,28 +56,6 @@ def _start_planner(target: TargetConfig) -> None:
 
 def _encode_there(dialogue: Dialogue, data: DataConfig) -> Encoded:
     return encode_sequences(_here["tokenizer"], dialogue, data)
-
-
-def _begin(processes: ProcessPoolExecutor, dialogue: Dialogue, data: DataConfig) -> Callable[[], Encoded]:
-    """Call it for the result. Raises what `encode_sequences` does."""
-    with _alive(), deaf_children():  # it may start the process
-        future = processes.submit(_encode_there, dialogue, data)
-
-    def result() -> Encoded:
-        with _alive():
-            return future.result()
-
-    return result
-
-
-@contextmanager
-def _alive() -> Iterator[None]:
-    try:
-        yield
-    except BrokenProcessPool:
-        raise PipelineError(
-            "a planning process died: is there memory for features.planners of them? Run the dump again to continue"
-        ) from None
 
 
 @dataclass
@@ -149,6 +112,14 @@ class Plan:
 
     def tasks(self) -> Iterator[ShardTask]:
         """Shard by shard. Raises PipelineError for an unusable source."""
+        try:
+            yield from self._tasks()
+        except BrokenProcessPool:
+            raise PipelineError(
+                "a planning process died: is there memory for features.planners of them? Run the dump again to continue"
+            ) from None
+
+    def _tasks(self) -> Iterator[ShardTask]:
         for dialogue, encode in self._dialogues():
             try:
                 split, documents = self._place(dialogue, encode)
@@ -191,7 +162,9 @@ class Plan:
             waiting: deque = deque()
             for dialogue in self._intake:
                 wanted = not self._full(self._split(dialogue))  # a split that is full stays full
-                waiting.append((dialogue, _begin(processes, dialogue, data) if wanted else None))
+                with deaf_children():  # it may start a process
+                    encode = processes.submit(_encode_there, dialogue, data).result if wanted else None
+                waiting.append((dialogue, encode))
                 if len(waiting) > AHEAD * planners:
                     yield waiting.popleft()
             yield from waiting

@@ -1,25 +1,14 @@
-"""The workers of the dump and of a regeneration, and their tasks that are tried again."""
+"""The workers of the dump and of a regeneration."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from pipeline.basics.progress import Progress
 from pipeline.recipe.recipe import Recipe
-from pipeline.running.crew import Crew, Heartbeat, Loss, Worker
+from pipeline.running.crew import Crew, Heartbeat, Worker
 from pipeline.running.workers import Pool
-from preprocess.dump.task import History, ShardTask
-
-
-class SetAside:
-    """A dialogue that costs a worker even when it is worked on alone, twice, is set aside by id and counted."""
-
-    def __init__(self, batch_key: str):
-        self._batch_key = batch_key
-        self._histories: dict[tuple[str, int], History] = {}
-
-    def retry(self, task: ShardTask, loss: Loss) -> ShardTask:
-        history = self._histories.setdefault((task.split, task.index), History(self._batch_key))
-        return history.next_try(task, loss.busy, loss.why)
+from preprocess.dump.task import ShardTask, next_try
 
 
 def crew_of(recipe: Recipe) -> Crew:
@@ -52,7 +41,7 @@ def records(
 
     progress.note("reading the source")
     try:
-        for _, record in Pool(crew_of(recipe), make, SetAside(batch_key)).results(tasks, watch):
+        for _, record in Pool(crew_of(recipe), make, partial(next_try, batch_key=batch_key)).results(tasks, watch):
             done += size(record)
             progress.reach(done)
             yield record

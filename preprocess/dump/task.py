@@ -105,6 +105,7 @@ class ShardTask:
     split: str
     index: int
     documents: list[Any]  # each with a `doc_id`, and `content()`: all but that id that its result depends on
+    lost: list[tuple[str, ...]] = field(default_factory=list)  # ids of what each lost worker was busy with
     suspects: tuple[str, ...] = ()  # ids of dialogues to be worked on alone first: one of them kills workers
     set_aside: dict[str, str] = field(default_factory=dict)  # id -> reason: dialogues that are left out
 
@@ -136,43 +137,29 @@ class ShardTask:
         return record is not None
 
 
-@dataclass
-class History:
-    """What a task's workers were busy with when they were lost, and what follows from it.
+def next_try(task: ShardTask, busy: tuple[str, ...], why: str, batch_key: str) -> ShardTask:
+    """The task as it is to be tried after a worker was lost that was `busy` with these dialogues. Raises PipelineError
+    where no single one is to blame.
 
-    A loss alone proves nothing (a node may go at any time), so the first on a batch changes nothing. A batch that was
-    lost twice has its dialogues worked on one by one; one that is lost alone twice is set aside. Dialogues that came
-    through alone are cleared.
+    A loss alone proves nothing (a node may go at any time), so the first on a batch changes nothing. After the second
+    its dialogues are worked on one by one; one that is lost alone twice is set aside. `batch_key`: the recipe's, for
+    the size of a batch.
     """
-
-    batch_key: str  # the recipe's key for the size of a batch, to be named where one is too large
-    batches: list[tuple[str, ...]] = field(default_factory=list)  # busy with several dialogues
-    alone: Counter[str] = field(default_factory=Counter)  # losses of each dialogue by itself
-    cleared: set[str] = field(default_factory=set)
-
-    def next_try(self, task: ShardTask, busy: tuple[str, ...], why: str) -> ShardTask:
-        """The task as it is to be tried next. Raises PipelineError where no single dialogue is to blame."""
-        if len(busy) == 1:
-            return self._after_one(task, busy[0])
-        if not busy:  # lost between batches
-            return task
-        self.cleared |= set(task.suspects)  # they are forwarded first: this worker came through them
-        seen_before = {doc_id for batch in self.batches for doc_id in batch}
-        self.batches.append(busy)
-        suspects = tuple(doc_id for doc_id in busy if doc_id in seen_before and doc_id not in self.cleared)
-        if not suspects and seen_before.issuperset(busy):
-            raise PipelineError(
-                f"{task.title} lost workers on the same dialogues again and again, the last one because: {why} Each "
-                f"of them comes through alone, so the batch is too large: lower {self.batch_key} and run the job again"
-            )
-        return replace(task, suspects=suspects)
-
-    def _after_one(self, task: ShardTask, doc_id: str) -> ShardTask:
-        self.alone[doc_id] += 1
-        place = task.suspects.index(doc_id) if doc_id in task.suspects else 0
-        self.cleared |= set(task.suspects[:place] if doc_id in task.suspects else task.suspects)
-        left = task.suspects[place:] if doc_id in task.suspects else (doc_id,)
-        if self.alone[doc_id] == 1:
-            return replace(task, suspects=left)
-        log.warning("%s: set aside, for it kills workers: %s", task.title, doc_id)
-        return replace(task, suspects=left[1:], set_aside={**task.set_aside, doc_id: KILLS_WORKERS})
+    if not busy:  # between two batches
+        return task
+    before = Counter(doc_id for batch in task.lost if len(batch) > 1 for doc_id in batch)
+    if len(busy) > 1 and all(before[doc_id] > 1 for doc_id in busy):
+        raise PipelineError(
+            f"{task.title} lost workers on the same dialogues again and again, the last one because: {why} Each "
+            f"of them comes through alone, so the batch is too large: lower {batch_key} and run the job again"
+        )
+    again = busy in task.lost
+    task = replace(task, lost=[*task.lost, busy])
+    if len(busy) > 1:
+        return replace(task, suspects=tuple(doc_id for doc_id in busy if before[doc_id]))
+    (doc_id,) = busy
+    left = task.suspects[task.suspects.index(doc_id) :] if doc_id in task.suspects else busy
+    if not again:
+        return replace(task, suspects=left)
+    log.warning("%s: set aside, for it kills workers: %s", task.title, doc_id)
+    return replace(task, suspects=left[1:], set_aside={**task.set_aside, doc_id: KILLS_WORKERS})

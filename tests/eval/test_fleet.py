@@ -6,22 +6,15 @@ from eval.measure.fleet import Attempts, crew_of
 from eval.measure.harness import EvalTask
 from eval.measure.prompts import Prompt
 from pipeline.basics.errors import PipelineError
-from pipeline.running.crew import Loss
 
 A, B = (EvalTask("bench", Prompt(name, "", (name,)), 0.0) for name in "ab")
-DIED = Loss((), "it died.", raised=False)
 
 
 def test_a_prompt_that_is_lost_thrice_ends_the_run_by_name():
     attempts = Attempts()
-    assert [attempts.retry(task, DIED) for task in (A, B, A, B)] == [A, B, A, B]
+    assert [attempts.retry(task, (), "it died.") for task in (A, B, A, B)] == [A, B, A, B]
     with pytest.raises(PipelineError, match=r"bench, prompt b: 3 workers were lost, .* it died\. Finished"):
-        attempts.retry(B, DIED)
-
-
-def test_what_goes_wrong_in_decoding_is_told_and_not_tried_again():
-    with pytest.raises(PipelineError, match="bench, prompt a: ValueError: oh"):
-        Attempts().retry(A, Loss((), "ValueError: oh", raised=True))
+        attempts.retry(B, (), "it died.")
 
 
 def test_no_more_workers_start_than_there_are_prompts(tiny_recipe):

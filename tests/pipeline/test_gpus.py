@@ -1,7 +1,6 @@
 """GPUs of a Ray worker: what is decided where nodes have them and where not, without one."""
 
 import logging
-import os
 import subprocess
 from pathlib import Path
 
@@ -13,44 +12,9 @@ from infra.plan.__main__ import workers_worth
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import TrainConfig
-from pipeline.running.crew import Crew, gpus_each, hide_gpus, room_for
+from pipeline.running.crew import Crew, room_for
 from pipeline.running.stages import CHOICES, launch_command, require_choice, run, stages
 from tests.kit import ROOT, command_environment, recipe_tree, write_recipe
-
-
-@pytest.mark.parametrize(
-    ("asked", "device", "there", "each"),
-    [
-        (None, "auto", True, 1),
-        (None, "auto", False, 0),
-        (None, "cuda", True, 1),
-        (None, "cuda", False, 1),  # for which there is no room: told so
-        (None, "cpu", True, 0),
-        (0.5, "auto", True, 0.5),
-        (4, "spread", True, 4),
-        (0, "cpu", True, 0),
-        (0, "auto", False, 0),
-    ],
-)
-def test_a_worker_takes_one_gpu_unless_it_is_told_otherwise(asked, device, there, each):
-    assert gpus_each("features", asked, device, there) == each
-
-
-@pytest.mark.parametrize("section", ["features", "eval"])
-def test_workers_that_would_all_be_on_the_first_gpu_are_refused(section):
-    with pytest.raises(PipelineError, match=f"{section}.gpus_per_worker=0, but target.device='auto' would have every"):
-        gpus_each(section, 0, "auto", there=True)
-
-
-def test_a_worker_without_a_gpu_sees_none(monkeypatch):
-    """Ray itself hides them only from workers that take some."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    hide_gpus(0.5)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
-    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "0,1")  # of ROCm: goes before the other
-    hide_gpus(0)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == os.environ["HIP_VISIBLE_DEVICES"] == ""
-
 
 RANK = r"""
 import os, sys
@@ -156,8 +120,9 @@ def test_workers_are_one_a_gpu_of_the_nodes(caplog):
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
         assert room_for(crew("auto", 17), nodes) == 1
-    assert "room for 16 now: the others wait. Two share a GPU with features.gpus_per_worker=0.5" in caplog.text
-    assert room_for(crew("auto", 2), [{"CPU": 2}]) == 0
+    assert "at most 64 CPUs and 8 GPUs, and room for 16 now: the others wait" in caplog.text
+    for device, gpus, node in (("auto", None, {"CPU": 2}), ("auto", 0, {"CPU": 2}), ("cpu", 0, {"CPU": 2, "GPU": 2})):
+        assert room_for(crew(device, 2, gpus), [node]) == 0
 
 
 @pytest.mark.parametrize(
@@ -166,14 +131,16 @@ def test_workers_are_one_a_gpu_of_the_nodes(caplog):
         (
             crew("spread", 1, 16),
             [{"CPU": 64, "GPU": 8}],
-            "16 GPUs each, the nodes have at most 64 CPUs and 8",
+            "16 GPUs each, but the nodes have at most 64 CPUs and 8 GPUs, and room for 0",
         ),
-        (crew("cuda"), [{"CPU": 2}], "1 CPUs and 1 GPUs each, the nodes have at most 2 CPUs and 0 GPUs"),
+        (crew("cuda"), [{"CPU": 2}], "1 CPUs and 1 GPUs each, but the nodes have at most 2 CPUs and 0 GPUs"),
         (crew("auto"), [], "at most 0 CPUs"),
+        (crew("auto", 1, 0), [{"CPU": 2, "GPU": 2}], "features.gpus_per_worker=0, but target.device='auto' would have"),
+        (crew("cuda", 1, 0), [{"CPU": 2}], "gpus_per_worker=0, but target.device='cuda' would have every"),
         (
             crew("auto", 8, all_at_once=True),
             [{"CPU": 64, "GPU": 4}],
-            "workers=8 want 1 CPUs and 1 GPUs each, but the nodes have room for 4: lower features.workers",
+            "workers=8 want 1 CPUs and 1 GPUs each, but the nodes have .* room for 4. Lower features.workers",
         ),
     ],
 )

@@ -179,8 +179,8 @@ def misspelt(key: str, nearest: str) -> str:
         ),
         (["regenerate.top_p=0.9"], "choose nothing at temperature 0"),
         (
-            ["data.answers=target", "features.keep=window", "train.tokens=10"],
-            "train.tokens=10 counts tokens of answers that features.keep='window' has not got",
+            ["data.answers=target", "features.keep=window"],
+            "features.keep='window' makes states of known texts, but data.answers='target': ask first",
         ),
     ],
 )

@@ -8,10 +8,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -19,11 +17,12 @@ import pytest
 from pipeline.basics.errors import PipelineError
 from pipeline.running import cluster
 from pipeline.running.cluster import private_folder
-from pipeline.running.crew import PASSED_ON, Crew, Heartbeat, Loss
-from pipeline.running.workers import Pool, start_ray
+from pipeline.running.crew import NOT_YET, PASSED_ON, Crew, Heartbeat, Watch
+from pipeline.running.workers import LOADING, Pool, start_ray
 from tests.warm import PATIENCE, ROOT  # not of tests.kit: workers import this module
 
 CREW = Crew(section="features", workers=2, cpus=1, gpus=None, device="cpu", hang_seconds=PATIENCE)
+LOADS = ("hangs loading", "dies loading", "raises loading", "is refused loading")
 
 
 @dataclass(frozen=True)
@@ -32,129 +31,147 @@ class Task:
 
 
 class Faulty:
-    """Fails on each task the first time, in the way that the task's title names; says "done" the second time. Or says
-    what its environment says of the title.
+    """Fails on each task the first time, in the way that its title names; then says what its environment says of the
+    title, else "done". Where a file is called as one of LOADS, whoever loads second fails so, and removes it.
     """
 
     def __init__(self, folder: Path, heartbeat: Heartbeat):
         self._folder, self._heartbeat = folder, heartbeat
 
     def ready(self) -> None:
-        if (self._folder / "cannot load").exists():
-            os.kill(os.getpid(), signal.SIGKILL)
-        if (self._folder / "is refused").exists():
-            raise PipelineError("the target cannot be loaded")
+        loaded = self._folder / "loaded"
+        while (self._folder / "seen 0, starting Ray").exists() and not (self._folder / f"seen 0, {LOADING}").exists():
+            time.sleep(0.05)
+        for fault in LOADS if loaded.exists() else ():
+            if (self._folder / fault).exists():
+                (self._folder / fault).unlink()
+                self._fail(fault)
+        loaded.touch()
 
     def work(self, task: Task) -> str:
         self._heartbeat((f"an item of {task.title}",))
         mark = self._folder / task.title
         if not mark.exists():
             mark.touch()
-            while task.title == "slow" and not (self._folder / "noticed").exists():
-                self._heartbeat(())
-                time.sleep(0.1)
-            if task.title == "hangs":
-                time.sleep(PATIENCE)
-            if task.title == "dies":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if task.title == "raises":
-                raise ValueError("oh\nno")
-            if task.title == "is refused":
-                raise PipelineError("nothing helps")
+            self._fail(task.title)
         return os.environ.get(task.title, "done")
 
+    def _fail(self, how: str) -> None:
+        there = lambda *names: any((self._folder / name).exists() for name in names)  # noqa: E731
+        while how == "slow" and (there(*LOADS) or not there("noticed")):
+            self._heartbeat(())
+            time.sleep(0.1)
+        if how == "counts":
+            for done in (7, 11):
+                self._heartbeat(("an item",), done)
+                while not there(f"seen {done}, counts"):
+                    time.sleep(0.05)
+        if how.startswith("hangs"):
+            (self._folder / "hanging").touch()
+            time.sleep(PATIENCE)
+        if how.startswith("dies"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how.startswith("raises"):
+            raise ValueError("no https://host/x?sig=hunter2\nat all")
+        if how.startswith("is refused"):
+            raise PipelineError("nothing helps")
 
-@dataclass
-class Losses:
-    folder: Path
-    seen: list[tuple[str, Loss]] = field(default_factory=list)
 
-    def retry(self, task: Task, loss: Loss) -> Task:
-        self.seen.append((task.title, loss))
-        if task.title == "hangs":
-            (self.folder / "noticed").touch()
-        return task
+class Hopeless(Faulty):
+    def ready(self) -> None:
+        self._fail("dies")
+
+
+class Refused(Faulty):
+    def ready(self) -> None:
+        self._fail("is refused")
 
 
 class Hasty(Pool):
-    """While a worker hangs and nobody noticed, each look at the heartbeats comes most of `hang_seconds` after the last.
+    """While one worker hangs and nobody noticed, most of `hang_seconds` passes with each sign of life of the other.
     Nobody waits, and no patience depends on how fast the machine is.
     """
 
-    def __init__(self, folder: Path, crew: Crew, make: Callable = Faulty):
-        self.losses, self._folder, self._ahead = Losses(folder), folder, 0.0
-        super().__init__(crew, partial(make, folder), self.losses, clock=lambda: time.monotonic() + self._ahead)
+    def __init__(self, folder: Path, make: Callable = Faulty, **crew: float):
+        self.lost: list[tuple[str, tuple[str, ...], str]] = []
+        self._folder, self._ahead, self._seen = folder, 0.0, [0]
+        clock = lambda: time.monotonic() + self._ahead  # noqa: E731
+        super().__init__(replace(CREW, **crew), partial(make, folder), self._lost, clock)
 
-    def _look_for_hangs(self) -> None:
-        super()._look_for_hangs()
-        if (self._folder / "hangs").exists() and not (self._folder / "noticed").exists():
+    def _lost(self, task: Task, busy: tuple[str, ...], why: str) -> Task:
+        self.lost.append((task.title, busy, why))
+        if "no sign of life" in why:
+            (self._folder / "noticed").touch()
+        return task
+
+    def _look_for_hangs(self, watch: Watch) -> None:
+        super()._look_for_hangs(watch)
+        beats = [member.beats for member in self._members]
+        if (self._folder / "hanging").exists() and not (self._folder / "noticed").exists() and beats != self._seen:
+            self._seen = beats
             self._ahead += 0.7 * PATIENCE
 
+    def records(self, *titles: str, watch: Watch = lambda done, doing: None) -> dict[str, str]:
+        """By title. The second worker is given a task, and loads, when the first works."""
 
-@pytest.mark.real
-@pytest.mark.usefixtures("on_cluster")
-def test_every_task_is_done_once_whoever_dies_hangs_or_raises(tmp_path):
-    """The slow worker, which gives heartbeats, is left alone while the other hangs."""
-    crew = replace(CREW, tasks_each=1)  # what hangs must not wait behind what is slow
-    pool, titles = Hasty(tmp_path, crew), ["slow", "hangs", "dies", "raises", "is sound"]
-    found = list(pool.results(iter(map(Task, titles))))
-    assert sorted(task.title for task, _ in found) == sorted(titles) and {record for _, record in found} == {"done"}
-    lost = dict(pool.losses.seen)
-    assert len(pool.losses.seen) == 3 and lost.keys() == {"hangs", "dies", "raises"}
-    assert all(loss.busy == (f"an item of {title}",) for title, loss in lost.items())
-    assert "no sign of life" in lost["hangs"].why and lost["raises"].why == "ValueError: oh"
-    assert [title for title, loss in lost.items() if loss.raised] == ["raises"]
+        def tasks() -> Iterator[Task]:
+            yield Task(titles[0])
+            while titles[1:] and not (self._folder / titles[0]).exists():
+                yield NOT_YET
+            yield from map(Task, titles[1:])
 
-
-class Counting:
-    """Says how much of its task is done, and goes on when that was seen."""
-
-    def __init__(self, folder: Path, heartbeat: Heartbeat):
-        self._folder, self._heartbeat = folder, heartbeat
-
-    def ready(self) -> None:
-        pass
-
-    def work(self, task: Task) -> str:
-        for done in (7, 11):
-            self._heartbeat(("an item",), done)
-            end = time.monotonic() + PATIENCE
-            while not (self._folder / f"seen {done} of {task.title}").exists() and time.monotonic() < end:
-                time.sleep(0.05)
-        return "done"
+        found = [(task.title, record) for task, record in self.results(tasks(), watch)]
+        assert len(found) == len(titles)
+        return dict(found)
 
 
 @pytest.mark.real
 @pytest.mark.usefixtures("on_cluster")
-def test_what_is_done_of_a_task_is_seen_while_a_worker_is_at_it(tmp_path):
-    seen = []
+def test_every_task_is_done_once_whoever_dies_hangs_or_raises(tmp_path, monkeypatch, caplog):
+    """The slow worker, which gives heartbeats, is left alone while the other hangs. What is done of a task is seen
+    while a worker is at it. The cluster was started without what the driver's environment says of engines; Ray itself
+    hides GPUs only from workers that take some.
+    """
+    monkeypatch.setenv(PASSED_ON[0], "1")
+    pool = Hasty(tmp_path)
 
     def watch(done: int, doing: str) -> None:
-        seen.append((done, doing))
-        (tmp_path / f"seen {done} of {doing}").touch()
+        (tmp_path / f"seen {done}, {doing}").touch()
 
-    pool = Hasty(tmp_path, replace(CREW, workers=1), Counting)
-    assert [record for _, record in pool.results(iter([Task("one"), Task("two")]), watch)] == ["done", "done"]
-    assert seen[0] == (0, "starting Ray") and (0, "loading the target") in seen
-    assert {(done, title) for title in ("one", "two") for done in (7, 11)} <= set(seen)
-
-
-@pytest.mark.real
-@pytest.mark.usefixtures("on_cluster")
-def test_an_error_for_the_user_ends_the_job(tmp_path):
-    with pytest.raises(PipelineError, match=r"^is refused: nothing helps$"):
-        list(Hasty(tmp_path, CREW).results(iter([Task("is refused")])))
-    with pytest.raises(PipelineError, match=r"^loading the target: the target cannot be loaded$"):
-        list(Hasty(tmp_path, CREW).results(iter([Task("is sound")])))  # the mark of the other has every worker refuse
+    faults, variables = ("hangs", "dies", "raises"), {PASSED_ON[0]: "1", "CUDA_VISIBLE_DEVICES": ""}
+    found = pool.records("slow", *faults, "counts", "is sound", *variables, watch=watch)
+    assert found == dict.fromkeys(["slow", *faults, "counts", "is sound"], "done") | variables
+    why = {title: why for title, busy, why in pool.lost if busy == (f"an item of {title}",)}
+    assert why.keys() == set(faults) and len(pool.lost) == 3
+    assert "no sign of life" in why["hangs"] and why["raises"] == "ValueError: no https://host/x"
+    assert "hunter2" not in caplog.text
 
 
 @pytest.mark.real
 @pytest.mark.usefixtures("on_cluster")
-def test_what_the_drivers_environment_says_of_engines_reaches_a_clusters_workers(tmp_path, monkeypatch):
-    """The cluster was started without it."""
-    (name,), tasks = PASSED_ON, iter([Task(PASSED_ON[0])])
-    monkeypatch.setenv(name, "1")
-    assert [said for _, said in Hasty(tmp_path, replace(CREW, workers=1)).results(tasks)] == ["1"]
+def test_a_worker_that_cannot_load_is_replaced_while_another_works_and_blames_no_item(tmp_path, caplog):
+    for fault in LOADS:
+        (tmp_path / fault).touch()
+    pool = Hasty(tmp_path)
+    assert pool.records("slow", "is sound") == {"slow": "done", "is sound": "done"}
+    assert [(title, busy) for title, busy, _ in pool.lost] == [("is sound", ())] * len(LOADS)
+    assert caplog.text.count("a worker was lost (loading the target): ") == len(LOADS)
+
+
+@pytest.mark.real
+@pytest.mark.usefixtures("on_cluster")
+@pytest.mark.parametrize(
+    ("make", "gpus", "message"),
+    [
+        (Faulty, 0, r"^is refused: nothing helps$"),
+        (Refused, 0, r"^loading the target: nothing helps$"),
+        (Hopeless, 0, r"^4 workers were lost in a row, the last one \(loading the target\) because: "),
+        (Faulty, 1, r"^features.workers=1 want 1 CPUs and 1 GPUs each, but the nodes have .*, and room for 0"),
+    ],
+)
+def test_an_error_for_the_user_too_many_losses_or_no_room_end_the_job(tmp_path, make, gpus, message):
+    with pytest.raises(PipelineError, match=message):
+        Hasty(tmp_path, make, workers=1, gpus=gpus).records("is refused")
 
 
 def test_a_ray_that_the_job_starts_keeps_the_users_python_path(monkeypatch):
@@ -239,86 +256,6 @@ def test_a_ray_that_does_not_start_in_time_is_one_error(monkeypatch, address):
         pass
 
 
-@pytest.mark.real
-@pytest.mark.usefixtures("on_cluster")
-def test_workers_that_die_while_they_load_are_given_up(tmp_path):
-    (tmp_path / "cannot load").touch()
-    with pytest.raises(PipelineError, match="4 workers were lost in a row"):
-        list(Hasty(tmp_path, replace(CREW, workers=1)).results(iter([Task("is sound")])))
-
-
-class Clumsy:
-    """The first one loads. Of the others, every one "raises" or "hangs", or only the next "hangs once"."""
-
-    def __init__(self, folder: Path, heartbeat: Heartbeat, how: str):
-        self._folder, self._heartbeat, self._how = folder, heartbeat, how
-
-    def ready(self) -> None:
-        for number in count():
-            with suppress(FileExistsError):
-                (self._folder / f"load-{number}").touch(exist_ok=False)
-                break
-        if number and self._how == "raises":
-            raise ValueError("no https://host/x?sig=hunter2\nat all")
-        if number == 1 or (number and self._how == "hangs"):
-            time.sleep(PATIENCE)
-        if number:
-            (self._folder / "noticed").touch()
-
-    def work(self, task: Task) -> str:
-        end = time.monotonic() + PATIENCE
-        if self._how != "raises":
-            (self._folder / "hangs").touch()
-            while not (self._folder / "noticed").exists() and time.monotonic() < end:
-                self._heartbeat(())
-                time.sleep(0.1)
-        time.sleep(0.1)
-        return "done"
-
-
-def clumsy(folder: Path, how: str, all_at_once: bool) -> list[str]:
-    """The records, of tasks that go on being finished while a worker cannot load."""
-
-    def tasks() -> Iterator[Task]:
-        yield Task("first")
-        while how == "raises" and len(list(folder.glob("load-*"))) < 12:
-            yield Task("next")
-
-    crew = replace(CREW, tasks_each=1, all_at_once=all_at_once)
-    return [record for _, record in Hasty(folder, crew, partial(Clumsy, how=how)).results(tasks())]
-
-
-@pytest.mark.real
-@pytest.mark.usefixtures("on_cluster")
-@pytest.mark.parametrize(
-    ("how", "all_at_once", "message"),
-    [
-        ("raises", True, r"^loading the target: ValueError: no https://host/x$"),
-        ("hangs", True, r"^3 workers were lost in a row while they loaded .* no sign of life"),
-        ("raises", False, r"^7 workers were lost in a row while they loaded .* ValueError: no https://host/x What"),
-    ],
-)
-def test_workers_that_cannot_load_end_the_job_though_another_works(tmp_path, caplog, how, all_at_once, message):
-    with pytest.raises(PipelineError, match=message):
-        clumsy(tmp_path, how, all_at_once)
-    assert "hunter2" not in caplog.text
-
-
-@pytest.mark.real
-@pytest.mark.usefixtures("on_cluster")
-def test_a_worker_that_hangs_while_it_loads_is_replaced_though_another_works(tmp_path):
-    assert clumsy(tmp_path, "hangs once", all_at_once=False) == ["done"]
-    assert (tmp_path / "load-2").exists()
-
-
-@pytest.mark.real
-@pytest.mark.usefixtures("on_cluster")
-def test_a_worker_alone_that_hangs_is_replaced(tmp_path):
-    """None is ready while the next one loads."""
-    tasks = iter([Task("hangs"), Task("is sound")])
-    assert [record for _, record in Hasty(tmp_path, replace(CREW, workers=1)).results(tasks)] == ["done", "done"]
-
-
 def test_the_pool_starts_without_what_takes_long_to_import():
     told = "import sys, pipeline.running.workers; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", told], cwd=ROOT, check=False).returncode == 0
@@ -326,8 +263,3 @@ def test_the_pool_starts_without_what_takes_long_to_import():
 
 def test_without_a_task_nothing_is_started():
     assert list(Pool(CREW, None, None).results(iter([]))) == []
-
-
-def test_nothing_in_flight_is_nothing_to_wait_for():
-    """The last look may bring every result before the source is known to have no more."""
-    assert list(Pool(CREW, None, None)._collect()) == []

@@ -18,7 +18,7 @@ from pipeline.features.shards import FeatureStore, Manifest
 from pipeline.recipe.load import load_recipe
 from pipeline.running.workers import Pool
 from preprocess.dump import driver, pool
-from preprocess.dump.task import History, ShardTask
+from preprocess.dump.task import ShardTask, next_try
 from preprocess.dump.worker import FeatureWorker
 from tests.cluster import CPUS
 from tests.kit import PATIENCE, dump_here, recipe_tree, write_recipe, write_sharegpt
@@ -54,9 +54,9 @@ def watching(marks: Path, hung: str = "hung-*") -> type:
         def __init__(self, *given):
             super().__init__(*given, clock=lambda: time.monotonic() + sum(ahead))
 
-        def _look_for_hangs(self):
+        def _look_for_hangs(self, watch):
             seen = len(list(marks.glob(hung)))
-            super()._look_for_hangs()
+            super()._look_for_hangs(watch)
             if seen > len(ahead):
                 ahead.append(1e6)
 
@@ -111,20 +111,18 @@ def undisturbed(recipe, tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_lost_worker_is_replaced_and_its_shard_is_the_same(faulty_dump, undisturbed, tmp_path, caplog):
-    """One is killed, another hangs."""
-    faulty_dump(
-        killed=(lambda ids, before: "doc7" in ids and not before, killed()),
-        hung=(lambda ids, before: "doc40" in ids and not before, lambda: time.sleep(1000)),
+def test_a_lost_worker_is_replaced_and_what_kills_every_worker_is_set_aside(
+    recipe, faulty_dump, undisturbed, tmp_path, caplog
+):
+    """One dialogue kills whoever works on it; after that another worker hangs."""
+    marks = tmp_path / "marks"
+    report = faulty_dump(
+        killed=(lambda ids, before: "doc7" in ids, killed()),
+        hung=(lambda ids, before: not before and (marks / "killed-3").exists(), lambda: time.sleep(1000)),
     )
-    assert happened(tmp_path) == {"killed": 1, "hung": 1} and caplog.text.count("a worker was lost (shard ") >= 2
+    # In its batch, in its batch again, alone, alone again.
+    assert happened(tmp_path) == {"killed": 4, "hung": 1} and caplog.text.count("a worker was lost (shard ") >= 5
     assert "it gave no sign of life for" in caplog.text
-    assert content(tmp_path) == content(undisturbed)
-
-
-def test_a_dialogue_that_kills_every_worker_is_set_aside_by_id(recipe, faulty_dump, undisturbed, tmp_path, caplog):
-    report = faulty_dump(killed=(lambda ids, before: "doc7" in ids, killed()))
-    assert happened(tmp_path) == {"killed": 4}  # in its batch, in its batch again, alone, alone again
     assert "kills_workers 1" in report and "set aside, for it kills workers: doc7" in caplog.text
     assert doc_ids(recipe, undisturbed) - doc_ids(recipe, tmp_path) == Counter(["doc7"])
     assert max(doc_ids(recipe, tmp_path).values()) == 1
@@ -137,14 +135,6 @@ def test_a_dialogue_that_kills_every_worker_is_set_aside_by_id(recipe, faulty_du
 A, B, C, D = "abcd"
 
 
-def tried(history: History, *losses: tuple[str, ...]) -> ShardTask:
-    """The task after workers were lost while they were busy with these dialogues."""
-    task = ShardTask("train", 0, [])
-    for busy in losses:
-        task = history.next_try(task, busy, "")
-    return task
-
-
 @pytest.mark.parametrize(
     ("losses", "suspects", "set_aside"),
     [
@@ -152,34 +142,29 @@ def tried(history: History, *losses: tuple[str, ...]) -> ShardTask:
         ([(A, B, C), (A, B, C), (B,)], (B, C), []),  # a single one while probing
         ([(A,)], (A,), []),  # of a batch of its own
         ([(A,), (A,)], (), [A]),
+        ([(A, B), (A, B), (A,), (A,)], (B,), [A]),
+        ([(A, B), (A, B), (A,), (A,), (C, D)], (), [A]),  # B came through alone, its batch, too
+        ([(A, B), (A, B), (A,), (A,), (C, D), (C, D), (D,), (D,)], (), [A, D]),  # two culprits in different batches
     ],
 )
 def test_a_dialogue_is_set_aside_after_two_losses_alone(losses, suspects, set_aside):
-    task = tried(History("features.batch_tokens"), *losses)
+    task = ShardTask("train", 0, [])
+    for busy in losses:
+        task = next_try(task, busy, "", "features.batch_tokens")
     assert task.suspects == suspects and list(task.set_aside) == set_aside
 
 
-def test_two_culprits_in_different_batches_are_both_found():
-    history = History("features.batch_tokens")
-    task = tried(history, (A, B), (A, B), (A,), (A,))
-    assert list(task.set_aside) == [A] and task.suspects == (B,)
-    task = history.next_try(task, (C, D), "")  # B came through alone, its batch, too
-    assert task.suspects == () and list(task.set_aside) == [A]
-    for busy in ((C, D), (D,), (D,)):
-        task = history.next_try(task, busy, "")
-    assert list(task.set_aside) == [A, D]
-
-
-def test_a_batch_that_is_too_large_ends_the_job_with_one_clear_error(recipe, faulty_dump, undisturbed, tmp_path):
+def test_a_batch_that_is_too_large_ends_the_job_with_one_clear_error():
+    """After it was lost twice, and again when each of its dialogues had come through alone."""
+    task = ShardTask("train", 0, [])
+    for _ in range(2):
+        task = next_try(task, (A, B), "", "features.batch_tokens")
     with pytest.raises(PipelineError, match=r"the batch is too large: lower features\.batch_tokens"):
-        faulty_dump(killed=(lambda ids, before: "doc7" in ids and len(ids) > 1, killed()))
-    assert happened(tmp_path) == {"killed": 3}  # twice, and again after each of its dialogues came through alone
-    dump_here(load_recipe(recipe, [f"output={tmp_path / 'run'}", "features.batch_tokens=1"]))
-    assert doc_ids(recipe, tmp_path) == doc_ids(recipe, undisturbed)
+        next_try(task, (A, B), "", "features.batch_tokens")
 
 
 def test_a_node_that_is_lost_is_made_up_for(on_cluster, faulty_dump, undisturbed, tmp_path, caplog):
-    """Two Ray nodes with one worker each; the second node is killed while its worker is busy."""
+    """Two Ray nodes with one worker each; the second node is killed while its worker is busy. Its shard is the same."""
     on_cluster.start_node(f"--address={on_cluster.address}")
     (head, second), marks = on_cluster.raylets(), tmp_path / "marks"
 

@@ -2,6 +2,7 @@
 shards lie on the disk than there is room for, and no fewer could be made for that room.
 """
 
+import json
 import os
 import re
 import shutil
@@ -38,6 +39,7 @@ from tests.kit import (
     run_warm,
     wait_until,
     without_ray,
+    write_recipe,
 )
 from tests.train.runs import kill_training, run_training, steps_so_far, train_here
 from tests.warm import Forked
@@ -85,14 +87,20 @@ def left(recipe: Recipe) -> list[str]:
 
 
 def test_a_run_feeds_its_training_within_the_bound_and_leaves_nothing(dumped, tmp_path, on_cluster):
-    train_here(dumped, tmp_path / "stored", "train.window=1")
-    recipe = load_recipe(dumped[0], [f"output={tmp_path / 'fed'}", *FED])
-    sets = override_arguments([f"output={tmp_path / 'fed'}", *FED])
-    command = [sys.executable, "-m", "pipeline", "run", str(dumped[0]), "--until", "train", *sets]
+    """One rank under ZeRO-3, until its patience ends: the feeder ends with it."""
+    changes = ["train.zero_stage=3", "train.window=1", "train.validate_every=2", "train.patience=2", "train.keep=best"]
+    changes += ["train.learning_rate=0.02"]
+    assert run_training(dumped, tmp_path / "stored", *changes).returncode == 0
+    tree = json.loads(dumped[0].read_text())
+    del tree["draft"]["eagle"]
+    alone, changes = write_recipe(tree, tmp_path / "alone"), [f"output={tmp_path / 'fed'}", *changes, *FED]
+    recipe = load_recipe(alone, changes)
+    command = [sys.executable, "-m", "pipeline", "run", str(alone), "--until", "train", *override_arguments(changes)]
     with watched(recipe.paths.features) as seen:
         done = run_warm(command, RAY_ADDRESS=on_cluster.address)
     assert done.returncode == 0, done.stderr
     assert sha256(tmp_path / "fed" / WEIGHTS) == sha256(tmp_path / "stored" / WEIGHTS)
+    assert steps_so_far(tmp_path / "fed") == steps_so_far(tmp_path / "stored") < 20
     everything = Manifest.load(dumped[1]).total("train", "bytes")
     print(f"train shards took {max(seen):,} bytes at most; all of them have {everything:,}")
     assert 0 < max(seen) <= BOUND < everything and left(recipe) == []
@@ -129,30 +137,6 @@ def test_either_side_is_killed_and_two_ranks_make_the_weights_of_a_stored_run(du
         assert done.returncode == 0, done.stderr
     assert second.wait() == 0 and 0 < max(seen) <= BOUND and left(recipe) == []
     assert sha256(output / WEIGHTS) == by_two
-
-
-@pytest.mark.parametrize(
-    "sets",
-    [
-        ["train.zero_stage=3"],
-        ["train.patience=2", "train.keep=best", "train.validate_every=2", "train.learning_rate=0.02"],
-    ],
-)
-def test_one_rank_under_zero_3_or_until_its_patience_ends_is_fed_alike(dumped, tmp_path, sets):
-    """What it kept is what the stored training kept; its feeder ends with it."""
-    sets, output = [*sets, "train.window=1"], tmp_path / "fed"
-    assert run_training(dumped, tmp_path / "stored", *sets).returncode == 0
-    recipe = prepared(dumped, output)
-    with watched(recipe.paths.features) as seen, ThreadPoolExecutor(1) as thread, without_ray():
-        feeding = thread.submit(feed, recipe)
-        done = run_training(dumped, output, *sets, *FED)
-        if done.returncode:
-            write_wanted(recipe, Wanted([]))
-        assert "none left" in feeding.result()[0] and done.returncode == 0, done.stderr
-    assert sha256(output / WEIGHTS) == sha256(tmp_path / "stored" / WEIGHTS)
-    taken = steps_so_far(tmp_path / "stored")
-    assert steps_so_far(output) == taken and (taken < 20) == any("patience" in change for change in sets)
-    assert 0 < max(seen) <= BOUND and left(recipe) == []
 
 
 def test_drafts_that_train_together_have_the_weights_that_each_has_alone(dumped, by_two, tmp_path):

@@ -15,11 +15,11 @@ from pipeline.artifacts.provenance import recorded
 from pipeline.basics.errors import PipelineError
 from pipeline.features.checked import checked
 from pipeline.features.schema import FeatureSpec, another_engine, require_readable
-from pipeline.features.shards import ANSWERS, MANIFEST, QUESTIONS, FeatureStore, Manifest, kind_of
+from pipeline.features.shards import ANSWERS, MANIFEST, FeatureStore, Manifest, kind_of
 from pipeline.recipe.differences import ANSWERS_KEYS
 from pipeline.recipe.recipe import Recipe
 from train.engine.ranks import by_rank_0, fail_together, place_on_host
-from train.input.stream import AnsweredStore, FedStore
+from train.input.stream import FedStore
 
 Stores = tuple[FeatureStore, FeatureStore, FeatureStore | None]
 log = logging.getLogger(__name__)
@@ -82,10 +82,7 @@ def stores(recipe: Recipe, expected: FeatureSpec) -> Stores:
     fed, heldout = recipe.features.keep == "window", FeatureStore(folder, "validation", expected)
     if not fed and manifest.lacks("train"):
         raise PipelineError(f"{folder} was dumped for features.keep='window': run the dump again, or set that")
-    if recipe.answers_streamed and QUESTIONS not in manifest.text:
-        raise PipelineError(f"{folder} was dumped for features.keep='all': run the dump again, or set that")
-    opened = AnsweredStore if recipe.answers_streamed else FedStore
-    store = opened(recipe, expected) if fed else FeatureStore(folder, "train", expected)
+    store = FedStore(recipe, expected) if fed else FeatureStore(folder, "train", expected)
     if not fed and manifest.total("train", "trained_tokens") == 0:
         raise PipelineError(
             f"{folder}: its {len(store)} training dialogues have no trained position: no token of theirs is the "

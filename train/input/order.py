@@ -131,8 +131,8 @@ def packed(texts: TextTable, tokens: int, seed: int, sizes: list[int]) -> list[l
 
 
 def _default_window(store: FeatureStore) -> int:
-    spec, tokens = store.spec, int(store.sample.lengths_N.sum()) * len(store) // len(store.sample)
-    size = tokens * token_bytes(spec.stored_dtype, spec.hidden_size, 1 + spec.auxiliary)
+    spec = store.spec
+    size = int(store.texts.lengths_N.sum()) * token_bytes(spec.stored_dtype, spec.hidden_size, 1 + spec.auxiliary)
     return max(1, int(WINDOW_BYTES * len(store.records) // max(size, 1)))
 
 

@@ -11,17 +11,14 @@ recipe's store or the run's folder; a copy goes when it is not among those that 
 
 import logging
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pipeline.artifacts.features import Wanted, fetching, store_of, wanted_file, write_wanted
 from pipeline.basics.errors import PipelineError
-from pipeline.features.schema import FeatureSpec, Row, blank_row, of_layers, require_readable, token_bytes
+from pipeline.features.schema import FeatureSpec, require_readable, token_bytes
 from pipeline.features.shards import (
-    QUESTIONS,
     FeatureStore,
     Manifest,
     ShardRecord,
@@ -30,7 +27,6 @@ from pipeline.features.shards import (
     open_shard,
     part_starts,
     shard_name,
-    text_name,
 )
 from pipeline.features.text import TextTable
 from pipeline.recipe.recipe import Recipe
@@ -52,8 +48,8 @@ class FedStore(FeatureStore):
         manifest.require_complete(folder)
         self._take(manifest.spec, expected)
         self._recipe = recipe
-        self.texts = self.sample = TextTable.open(folder, manifest.text_of("train"), self.spec)
-        lengths_N, self.records = self._lengths(manifest), []
+        self.texts = TextTable.open(folder, manifest.text_of("train"), self.spec)
+        lengths_N, self.records = self.texts.lengths_N, []
         for index, first in enumerate(range(0, len(lengths_N), size)):
             mine = lengths_N[first : first + size]
             rows, tokens = len(mine), int(mine.sum())
@@ -62,15 +58,9 @@ class FedStore(FeatureStore):
             self.records.append(ShardRecord(shard_name("train", index), "train", index, rows, tokens, 0, most, ""))
         self._starts = np.cumsum([0] + [record.rows for record in self.records])
         self._parts = part_starts(self.records)
-        self._readers = self._arriving = _Arriving(recipe, self.stored, self._reader)
+        self._readers = self._arriving = _Arriving(recipe, self.stored)
         self.at: dict[Any, int] = {}  # the step that each of its readers is at
         self._news: tuple[set[int], int] | None = None  # what the last step wanted soon, and how many in all
-
-    _reader: Any = staticmethod(open_shard)
-
-    def _lengths(self, manifest: Manifest) -> np.ndarray:
-        """Tokens of each dialogue, at most."""
-        return self.texts.lengths_N
 
     def room(self, now: int) -> int:
         """How many shards the recipe has room for, whichever they are. `now`: so many are needed at once, and are all
@@ -99,49 +89,11 @@ class FedStore(FeatureStore):
             write_wanted(self._recipe, wanted)
 
 
-class _AnsweredShard(FeatureStore):
-    """By the place of its question, which is that of the dialogue's id: each dialogue, or a blank row."""
-
-    def __init__(self, folder: Path, record: ShardRecord, spec: FeatureSpec):
-        self._open(folder, Manifest(spec, [record]), record.split, spec)
-        given = {self.texts.doc_id(number): number for number in range(len(self))}
-        self._given = [(doc_id, given.get(doc_id)) for doc_id in sorted(given.keys() | record.rejected.keys())]
-
-    def row(self, index: int, decode: bool = True) -> Row:
-        doc_id, number = self._given[index]
-        return blank_row(doc_id, self.spec, decode) if number is None else super().row(number, decode)
-
-
-class AnsweredStore(FedStore):
-    """The same where the target answers while training reads: shards bring the texts. Dialogues are numbered by the
-    plan of questions, whatever comes of them; one that gives no dialogue is a blank row, which trains nothing.
-    """
-
-    _reader = _AnsweredShard
-
-    def __init__(self, recipe: Recipe, expected: FeatureSpec):
-        super().__init__(recipe, expected)
-        self.texts = self
-
-    def _lengths(self, manifest: Manifest) -> np.ndarray:
-        return np.full(manifest.text[QUESTIONS].rows, self._recipe.data.max_length)
-
-    def row(self, index: int, decode: bool = True) -> Row:
-        shard, place = divmod(index, self._recipe.features.rows_per_shard)
-        return of_layers(self._readers[shard].row(place, decode), self.stored, self.spec)
-
-    def ids(self, number: int) -> np.ndarray:
-        return self.row(number, decode=False).input_ids
-
-    def mask(self, number: int) -> np.ndarray:
-        return self.row(number, decode=False).loss_mask
-
-
 class _Arriving(dict[int, Any]):
     """Open shards by number. One that is asked for is waited for."""
 
-    def __init__(self, recipe: Recipe, spec: FeatureSpec, reader: Callable[..., Any]):
-        self._recipe, self._folder, self._spec, self._reader = recipe, recipe.paths.shards, spec, reader
+    def __init__(self, recipe: Recipe, spec: FeatureSpec):
+        self._recipe, self._folder, self._spec = recipe, recipe.paths.shards, spec
         self._store = store_of(recipe, self._folder) if recipe.paths.copies else None
 
     def __missing__(self, index: int) -> Any:
@@ -164,17 +116,16 @@ class _Arriving(dict[int, Any]):
         try:
             if self._store is not None:
                 with fetching(self._folder):  # once for all ranks of this node
-                    for file in (file for file in record.files if damage(self._folder, file)):
-                        self._store.get(file.name, self._folder, file.sha256)
-            for file in record.files if self._store is None else ():
-                if reason := damage(self._folder, file):
-                    raise PipelineError(f"{kind_of(file)} {self._folder / file.name}: {reason}. Run again")
-            return self._reader(self._folder, record, self._spec)
+                    if damage(self._folder, record):
+                        self._store.get(record.name, self._folder, record.sha256)
+            elif reason := damage(self._folder, record):
+                raise PipelineError(f"{kind_of(record)} {self._folder / record.name}: {reason}. Run again")
+            return open_shard(self._folder, record, self._spec)
         except (PipelineError, OSError) as error:
             if record not in Manifest.load(source).of("train"):
                 return None
             shared = not self._recipe.features.store
-            if shared and waited < TELL_SECONDS and not all((source / file.name).exists() for file in record.files):
+            if shared and waited < TELL_SECONDS and not (source / record.name).exists():
                 return None
             if tries == 1:  # else it went, and is there again
                 raise PipelineError(f"feature shard {record.name}: {error}") from None
@@ -190,8 +141,7 @@ class _Arriving(dict[int, Any]):
 
 def remove_copies(recipe: Recipe, kept: set[int]) -> None:
     """This node's, of other shards. A rank that still reads one goes on."""
-    names = {name("train", index) for index in kept for name in (shard_name, text_name)}
-    for pattern in ("features-train-*", "text-train-*") if recipe.paths.copies else ():
-        for path in recipe.paths.shards.glob(pattern):
-            if path.name not in names:
-                path.unlink(missing_ok=True)
+    names = {shard_name("train", index) for index in kept}
+    for path in recipe.paths.shards.glob("features-train-*") if recipe.paths.copies else ():
+        if path.name not in names:
+            path.unlink(missing_ok=True)
