@@ -12,6 +12,7 @@ what they leave on disk. A stage that is done is not started again, so a second 
 """
 
 import argparse
+import os
 import signal
 
 if __name__ == "__main__":
@@ -24,7 +25,7 @@ from pathlib import Path
 from pipeline.artifacts.imported import import_draft
 from pipeline.basics.files import python_path
 from pipeline.recipe.load import add_override_argument, add_recipe_arguments, hand_over, load_recipe
-from pipeline.running import children, entry, stages
+from pipeline.running import entry, stages
 from pipeline.serving.chat import chat
 from pipeline.serving.export import LAUNCH, export
 from pipeline.serving.load import load, require_release
@@ -45,7 +46,7 @@ def _plan(given: argparse.Namespace) -> None:
     flags = [word for flag, value in known.items() if value for word in (flag, str(value))]
     flags += ["--json"] if given.json else []
     command = [sys.executable, "-m", "infra.plan", *arguments, *flags]
-    sys.exit(children.call(command, {**environment, "PYTHONPATH": python_path(environment)}, Path.cwd()))
+    os.execve(command[0], command, {**environment, "PYTHONPATH": python_path(environment)})
 
 
 def _import(given: argparse.Namespace) -> None:
@@ -88,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     run = command("run", _run, of_recipe=True)
-    run.add_argument("--until", choices=("preprocess", "train", "eval"), default="eval", help="the last stage")
+    run.add_argument("--until", choices=list(stages.STAGES), default="eval", help="the last stage")
     plan = command("plan", _plan, of_recipe=True)
     plan.add_argument("--dump-speed", type=float, metavar="R", help="tokens/s of a dump worker, where it is known")
     plan.add_argument("--train-speed", type=float, metavar="R", help="tokens/s of one GPU training the draft")

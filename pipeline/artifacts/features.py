@@ -25,7 +25,6 @@ from pipeline.recipe.differences import dump_keys
 from pipeline.recipe.recipe import Recipe, digest
 
 Find = Callable[[], Recorded | None]  # what gives the recipe that lies beside features
-MADE = "train shards made"  # in the feeder's last line
 
 
 def wanted_file(recipe: Recipe) -> Path:

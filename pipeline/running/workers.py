@@ -44,7 +44,7 @@ from pipeline.running.crew import (
     hide_gpus,
     room_for,
 )
-from pipeline.running.signals import kept_handlers
+from pipeline.running.entry import kept_handlers
 
 LOOK_SECONDS = 1.0  # between two looks at the heartbeats
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what a Ray job was submitted with, in the environment of its driver

@@ -18,7 +18,7 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
-from pipeline.artifacts.features import MADE, read_wanted, store_of, wanted_file
+from pipeline.artifacts.features import read_wanted, store_of, wanted_file
 from pipeline.artifacts.provenance import recorded
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive
@@ -109,7 +109,7 @@ class _Feeder:
         wanted_file(self._recipe).unlink(missing_ok=True)
         reasons = Counter(self._rejected.values())
         rejected = [f"rejected so far, by the dump or since: {listed(reasons)}"] if self._questions else []
-        return [*rejected, f"{self._made} {MADE}, {len(self._held) or 'none'} left{self._waited()}"]
+        return [*rejected, f"{self._made} train shards made, {len(self._held) or 'none'} left{self._waited()}"]
 
     def _note(self, record: ShardRecord) -> None:
         """What first came of a question is written down, however often it is asked."""

@@ -4,7 +4,6 @@ Shard k holds the k-th group of accepted dialogues, in the order of the source, 
 Knows no Ray.
 """
 
-import ctypes
 import json
 import signal
 import sys
@@ -30,8 +29,8 @@ from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import DataConfig
+from pipeline.running.children import end_with_parent, without_ctrl_c
 from pipeline.running.cores import require_few
-from pipeline.running.signals import deaf_children
 from preprocess.dump.interview import not_asked
 from preprocess.dump.task import ShardTask
 from preprocess.dump.worker import FURTHER, Document
@@ -41,7 +40,6 @@ from preprocess.sources.intake import Intake
 from preprocess.sources.sequences import encode_sequences
 
 Encoded = tuple[list[tuple[str, chat.Encoded]], list[str]]  # what `encode_sequences` returns
-PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 AHEAD = 8  # dialogues a planning process that are encoded before they are asked for
 QUESTION = pa.schema([("dialogue", pa.string())])
 _here: dict[str, Any] = {}  # a planning process's own tokenizer
@@ -65,7 +63,7 @@ def _exchanges(messages: chat.Messages) -> list[tuple[str, str]]:
 
 
 def _start_planner(target: TargetConfig) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a driver that is killed leaves no planner behind
+    end_with_parent(signal.SIGKILL)
     _here["tokenizer"] = load_tokenizer(target)
 
 
@@ -75,7 +73,7 @@ def _encode_there(dialogue: Dialogue, data: DataConfig) -> Encoded:
 
 def _begin(processes: ProcessPoolExecutor, dialogue: Dialogue, data: DataConfig) -> Callable[[], Encoded]:
     """Call it for the result. Raises what `encode_sequences` does."""
-    with _alive(), deaf_children():  # it may start the process
+    with _alive(), without_ctrl_c():  # it may start the process
         future = processes.submit(_encode_there, dialogue, data)
 
     def result() -> Encoded:

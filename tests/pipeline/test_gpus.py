@@ -14,7 +14,8 @@ from pipeline.basics.errors import PipelineError
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import TrainConfig
 from pipeline.running.crew import Crew, gpus_each, hide_gpus, room_for
-from pipeline.running.stages import CHOICES, launch_command, require_choice, run, stages
+from pipeline.running.gpus import CHOICES, launch_command, require_choice
+from pipeline.running.stages import run, stages
 from tests.kit import ROOT, command_environment, recipe_tree, write_recipe
 
 

@@ -21,7 +21,7 @@ from pipeline.lm.chat import Unusable
 from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
-from pipeline.running.stages import features_state
+from pipeline.running.state import features_state
 from preprocess.dump import feeder
 from preprocess.dump.plan import Plan
 from preprocess.dump.report import read_rejected
