@@ -1,19 +1,18 @@
 """What `jakiro metrics` serves of a run, and what `jakiro status` says of it."""
 
-import subprocess
-import sys
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from jakiro import metrics
 from pipeline.basics import progress
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive
 from pipeline.basics.progress import Progress, publish
 from pipeline.running import stages
-from tests.kit import ROOT, command_environment, free_port, recipe_tree, write_recipe, write_sharegpt
+from tests.kit import call, free_port, recipe_tree, write_recipe, write_sharegpt
 
 
 @pytest.fixture
@@ -31,24 +30,23 @@ def recipe(run, tmp_path, tiny_target) -> Path:
     return write_recipe(recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), run), tmp_path / "tiny.toml")
 
 
-def test_it_is_served_on_this_machine_alone_as_prometheus_reads_it(recipe):
+def test_it_is_served_on_this_machine_alone_as_prometheus_reads_it(recipe, monkeypatch, capsys):
     """What people read as numbers are numbers there."""
-    port = free_port()
-    command = [sys.executable, "-c", "import jakiro; jakiro.main()", "metrics", str(recipe), "--port", str(port)]
-    environment = command_environment(PYTHONPATH=str(ROOT / "infra/command"))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            assert process.stdout.readline() == f"http://127.0.0.1:{port}/metrics\n"
-            text = urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
-            again = subprocess.run(command, capture_output=True, text=True, env=environment)
-        finally:
-            process.terminate()
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    port, texts = free_port(), []
+
+    def pause() -> None:
+        texts.append(urlopen(f"http://127.0.0.1:{port}/metrics").read().decode())
+        with pytest.raises(PipelineError, match=f"port {port} of 127.0.0.1: Address already in use"):
+            call(metrics.main, str(recipe), "--port", str(port))
+
+    monkeypatch.setattr(metrics.signal, "pause", pause)
+    call(metrics.main, str(recipe), "--port", str(port))
+    assert capsys.readouterr().out == f"http://127.0.0.1:{port}/metrics\n"
+    samples = [sample for family in text_string_to_metric_families(texts[0]) for sample in family.samples]
     assert {(sample.labels["run"], sample.labels["stage"]) for sample in samples} == {("tiny", "dump")}
     found = {sample.labels.get("name", sample.name): sample.value for sample in samples}
     assert found.pop("jakiro_moved_seconds") > 0
     assert found == {"jakiro_done": 4, "jakiro_total": 10, "shards": 2, "tokens/s": 1234, "waiting": 0.12}
-    assert again.returncode == 2 and f"port {port} of 127.0.0.1: Address already in use" in again.stderr
 
 
 def test_status_watches_until_all_is_done(recipe, monkeypatch, capsys):

@@ -3,6 +3,7 @@ folder, OUTPUT/metrics/STAGE.json: `jakiro run`, which started the stage, `jakir
 """
 
 import json
+import os
 import sys
 import time
 from contextlib import suppress
@@ -124,7 +125,7 @@ class Progress:
         if _place is not None:
             with suppress(OSError):
                 _place.parent.mkdir(exist_ok=True, parents=True)
-                temporary = _place.with_suffix(".tmp")
+                temporary = _place.with_name(f".{_place.name}.{os.getpid()}.tmp")
                 temporary.write_text(json.dumps(asdict(event)))
                 temporary.replace(_place)
 

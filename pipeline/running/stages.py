@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -39,7 +39,7 @@ class Stage:
     environment: dict[str, str]
     state: Callable[[Recipe], tuple[bool, str]]  # (done, one line for the user)
     holds: list[Path]  # folders, while it runs
-    feeder: list[str]  # a command that runs beside it; empty: none
+    feeder: list[str] = field(default_factory=list)  # a command that runs beside it
 
 
 def stages(recipe_path: str, overrides: list[str], recipe: Recipe) -> list[Stage]:
@@ -51,18 +51,14 @@ def stages(recipe_path: str, overrides: list[str], recipe: Recipe) -> list[Stage
     launcher = [str(near) if near.exists() else "deepspeed", "--master_port", str(_free_port())]
     train = launch_command(launcher, str(ROOT / "train/main.py"), recipe.train, recipe.target.device)
     making = ["env", *named(recipe.features.gpus), sys.executable] if recipe.features.gpus else [sys.executable]
+    dump = [*making, str(ROOT / "preprocess/dump_features.py"), *arguments]
     feeder = [*making, str(ROOT / "preprocess/feed.py"), *arguments] if recipe.fed else []
+    evaluation = [sys.executable, str(ROOT / "eval/main.py"), *arguments]
     drafts = [recipe.draft_dir(name) for name in recipe.to_train]
-
-    def stage(name: str, command: list[str], state, holds: list[Path], feeder: list[str] | None = None) -> Stage:
-        return Stage(name, [*command, *arguments], environment, state, holds, feeder or [])
-
     return [
-        stage(
-            "preprocess", [*making, str(ROOT / "preprocess/dump_features.py")], features_state, [recipe.features_dir]
-        ),
-        stage("train", train, train_state, drafts, feeder),
-        stage("eval", [sys.executable, str(ROOT / "eval/main.py")], eval_state, [recipe.eval_dir]),
+        Stage("preprocess", dump, environment, features_state, [recipe.features_dir]),
+        Stage("train", [*train, *arguments], environment, train_state, drafts, feeder),
+        Stage("eval", evaluation, environment, eval_state, [recipe.eval_dir]),
     ]
 
 

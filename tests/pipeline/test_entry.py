@@ -57,6 +57,7 @@ from pipeline.running import entry
 from pipeline.running.stages import Stage, run_stage
 inner = '''
 import os, sys, time
+from pathlib import Path
 from pipeline.basics.progress import Progress, publish
 from pipeline.running import entry
 def main():
@@ -70,7 +71,7 @@ entry.run(main, keeps=True)
 recipe = load_recipe(sys.argv[1])
 (recipe.run_dir / "logs").mkdir(parents=True)
 command = [sys.executable, "-c", inner, str(recipe.run_dir)]
-entry.run(lambda: run_stage(recipe, Stage("preprocess", command, os.environ, None, [], [])), keeps=True)
+entry.run(lambda: run_stage(recipe, Stage("preprocess", command, os.environ, None, [])), keeps=True)
 """
 
 

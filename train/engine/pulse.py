@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import threading
+from contextlib import suppress
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -29,18 +30,15 @@ def start_pulse() -> None:
     _stopped.clear()
 
     def talk() -> None:
-        last, connection = [b""] * ranks, None
-        for number in itertools.count():
-            try:
-                connection = connection or store.clone()  # nothing else waits on it
+        last, connection = [b""] * ranks, store.clone()  # nothing else waits on it
+        with suppress(dist.DistError):  # it is lost: `listen` gives up
+            for number in itertools.count():
                 connection.set(keys[rank], str(number))
                 for other, value in enumerate(connection.multi_get(keys)):
                     if value != last[other]:
                         last[other], silence[other] = value, 0.0
-            except dist.DistError:  # the connection is lost: a new one is tried until `listen` gives up
-                connection = None
-            if _stopped.wait(BEAT):
-                return
+                if _stopped.wait(BEAT):
+                    return
 
     def listen() -> None:
         while not _stopped.wait(BEAT):
