@@ -34,8 +34,9 @@ LINE = "interrupted: what is finished is kept; run the same command again to con
 def interrupted(
     process: Forked, began: Callable[[], bool], error: Path, mark: str, times: int = 1
 ) -> tuple[int, list[str]]:
-    """(status, what it printed to stderr) of a command whose group is interrupted when `began` says so, and again until
-    it has ended. Waits until no process of its session, and none with `mark` in its command line, is left.
+    """(status, stderr without transformers' bars) of a command whose group is interrupted when `began`
+    says so, and again until it has ended. Waits until no process of its session, and none with `mark` in its command
+    line, is left.
     """
     try:
         wait_until(began, process)
@@ -49,7 +50,8 @@ def interrupted(
             os.killpg(process.pid, signal.SIGKILL)
     wait_until(lambda: not holding_files(os.getsid, process.pid))
     wait_until(lambda: not any(mark in words_of(process) for process in Path("/proc").glob("[0-9]*")))
-    return process.returncode, list(filter(None, error.read_text().splitlines()))
+    said = error.read_text().replace("\r", "\n").splitlines()
+    return process.returncode, [line for line in said if line and "it/s" not in line]
 
 
 def words_of(process: Path) -> str:
