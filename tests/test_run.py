@@ -127,14 +127,6 @@ def test_a_second_run_does_nothing_again_and_status_says_what_is_done_and_what_i
     assert features_state(changed) == (False, "no shard yet")
 
 
-def test_a_failing_stage_stops_the_run_with_its_own_message(finished, tmp_path):
-    (source := tmp_path / "data.json").write_text("no JSON")
-    said = r"stage preprocess failed .*\n.*its first record cannot be parsed"
-    with pytest.raises(PipelineError, match=said) as failed:
-        run(str(finished[0]), [f"output={tmp_path / 'run'}", f'data.source="{source}"'])
-    assert "Traceback" not in str(failed.value) and not (tmp_path / "run/drafts").exists()
-
-
 def test_the_report_measured_exactly_the_released_weights_and_nothing_was_lost(finished):
     _, run, _ = finished
     report = json.loads((run / "release/report.json").read_text())

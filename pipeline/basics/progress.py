@@ -65,8 +65,8 @@ def read_event(path: Path) -> Event | None:
 
 def events(run: Path) -> dict[str, Event]:
     """Return what the stages of a run recorded last, by stage."""
-    found = {path.stem: read_event(path) for path in sorted((run / METRICS).glob("*.json"))}
-    return {stage: event for stage, event in found.items() if event}
+    paths = sorted((run / METRICS).glob("*.json"))
+    return {path.stem: event for path in paths if (event := read_event(path))}
 
 
 class Progress:

@@ -135,7 +135,7 @@ def run_stage(recipe: Recipe, stage: Stage) -> None:
                 output = {"stdout": stack.enter_context(log.open("w")), "stderr": subprocess.STDOUT}
                 process = stack.enter_context(children.started(command, stage.environment, **output))
                 running.append((what, log, process))
-            while False in [_has_ended(*one) for one in running]:
+            while False in [_has_ended(*part) for part in running]:
                 screen.show(read_event(record), stage.name)
                 time.sleep(0.3)
     except KeyboardInterrupt as error:

@@ -12,6 +12,8 @@ from pipeline.basics.errors import PipelineError
 from pipeline.recipe.load import load_recipe
 from pipeline.running import cores, entry
 from pipeline.running.cores import asked_threads, require_few
+from pipeline.running.stages import Stage, run_stage
+from pipeline.running.state import train_state
 from tests.kit import PATIENCE, command_environment, recipe_tree, wait_until, write_recipe
 from tests.warm import Forked
 
@@ -166,6 +168,21 @@ def test_ctrl_c_ends_a_run_with_its_stage_in_one_line_that_says_what_is_lost(tin
     assert process.wait(PATIENCE) == 130 and not is_there(child)
     kept = "what is finished is kept, but the 4,000 tokens of what is in work, which are made again"
     assert (tmp_path / "error").read_text() == f"interrupted: {kept}; run the same command again to continue\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("print('error: no such key\\n  at x\\nmore'); sys.exit(2)", r"error: no such key\n  at x$"),
+        ("print('Traceback'); sys.exit(2)", "Traceback$"),  # without a message of its own, the end of its log
+    ],
+)
+def test_a_failing_stage_stops_the_run_with_its_own_message(tiny_recipe, code, said):
+    (logs := tiny_recipe.run_dir / "logs").mkdir(parents=True)
+    stage = Stage("train", [sys.executable, "-c", "import sys; " + code], dict(os.environ), train_state, [])
+    whole = rf"stage train failed \(status 2\); the whole log is {logs}/train.log\n{said}"
+    with pytest.raises(PipelineError, match=whole):
+        run_stage(tiny_recipe, stage)
 
 
 # -- a file system that refuses --------------------------------------------------------------------------------------
