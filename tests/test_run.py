@@ -332,21 +332,18 @@ def answers_of(run: Path) -> dict:
     return found
 
 
-def test_ray_workers_measure_what_one_process_does_and_finished_prompts_are_kept(copied, on_cluster, monkeypatch):
-    """Another version of the measurement keeps none, and releases no old figures."""
+def test_ray_workers_and_another_version_measure_again_and_find_the_same_answers(copied, on_cluster, monkeypatch):
+    """No figure of another number of workers, or of another version of the measurement, is released as theirs."""
     recipe, run = copied
-    sets, records = [f"output={run}", "eval.workers=2"], run / "eval/records.jsonl"
+    output, workers, records = f"output={run}", "eval.workers=2", run / "eval/records.jsonl"
     before, lines = answers_of(run), records.read_text().splitlines()
-    records.write_text("\n".join([*lines[:2], lines[1][:100]]) + "\n")  # four of six were lost, one in mid-line
-    (run / "eval/report.json").unlink()
-    call(evaluate, str(recipe), *override_arguments(sets))
-    assert records.read_text().splitlines()[:2] == lines[:2]  # timings included: they were not decoded again
-    assert answers_of(run) == before
+    call(evaluate, str(recipe), *override_arguments([output, workers]))
+    assert records.read_text().splitlines()[: len(lines)] == lines and answers_of(run) == before
     monkeypatch.setattr("pipeline.artifacts.provenance.MEASURE_VERSION", 0)
-    found = load_recipe(recipe, sets[:1])
+    found = load_recipe(recipe, [output])
     assert eval_state(found) == (False, f"release that was not measured by {measured_by()}")
-    call(evaluate, str(recipe), *override_arguments(sets[:1]))
-    assert len(records.read_text().splitlines()) == 2 * len(lines) and eval_state(found)[0]
+    call(evaluate, str(recipe), *override_arguments([output]))
+    assert len(records.read_text().splitlines()) == 3 * len(lines) and eval_state(found)[0]
 
 
 def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsys):
