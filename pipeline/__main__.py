@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     run = command("run", _run, of_recipe=True)
-    run.add_argument("--until", choices=("preprocess", "train", "eval"), default="eval", help="the last stage")
+    run.add_argument("--until", choices=list(stages.STAGES), default="eval", help="the last stage")
     told = command("status", _status, of_recipe=True)
     told.add_argument("--watch", type=float, nargs="?", const=5.0, metavar="S", help="again every S (5) seconds")
     imported = command("import", _import)

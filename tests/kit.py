@@ -187,13 +187,13 @@ class Shown(Progress):
         self.shown = [(start, total)]
         Shown.last = self
 
-    def reach(self, done, left=None, **shown):
-        super().reach(done, left, **shown)
-        self.shown.append((self._done, self._total))
+    def reach(self, done, in_work=0, **figures):
+        super().reach(done, in_work, **figures)
+        self.shown.append((self.event.done, self.event.total))
 
     def expect(self, total):
         super().expect(total)
-        self.shown.append((self._done, self._total))
+        self.shown.append((self.event.done, self.event.total))
 
 
 def dump_here(recipe: Recipe) -> Manifest:

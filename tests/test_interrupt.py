@@ -3,14 +3,14 @@
 import os
 import re
 import signal
-import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pipeline.recipe.load import load_recipe
+from pipeline.recipe.load import load_recipe, override_arguments
 from tests import engines
 from tests.kit import (
     PATIENCE,
@@ -20,7 +20,6 @@ from tests.kit import (
     dump_here,
     holding_files,
     recipe_tree,
-    train_command,
     wait_until,
     write_recipe,
     write_sharegpt,
@@ -28,13 +27,14 @@ from tests.kit import (
 from tests.warm import Forked
 
 pytestmark = pytest.mark.real
+PROGRESS = re.compile(r"\w+: [\d,]+ (of [\d,]+ )?tokens")
 LINE = "interrupted: what is finished is kept; run the same command again to continue"
 
 
 def interrupted(
-    process: subprocess.Popen | Forked, began: Callable[[], bool], error: Path, mark: str, times: int = 1
+    process: Forked, began: Callable[[], bool], error: Path, mark: str, times: int = 1
 ) -> tuple[int, list[str]]:
-    """(status, what it printed to stderr but for progress bars) of a command whose group is interrupted when `began`
+    """(status, stderr without transformers' bars) of a command whose group is interrupted when `began`
     says so, and again until it has ended. Waits until no process of its session, and none with `mark` in its command
     line, is left.
     """
@@ -61,10 +61,6 @@ def words_of(process: Path) -> str:
         return ""
 
 
-def is_bar(line: str) -> bool:
-    return any(word in line for word in (" tokens [", " tokens/s", " steps [", "steps/s", " shards ["))
-
-
 @pytest.fixture
 def slow(tiny_target, tmp_path) -> tuple[Path, Path]:
     """(recipe, run folder) of a dump of many small shards, by two planning processes, and a training of many steps."""
@@ -78,8 +74,8 @@ def slow(tiny_target, tmp_path) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_a_dump_ends_in_one_line(slow, tmp_path, warm, engine):
-    """An impatient user's: three times Ctrl-C. A run's, and its stage's: tests/pipeline/test_entry.py. Of two workers'
-    engines nothing stays, neither a process nor shared memory.
+    """The second Ctrl-C ends it at once, where the first has not. Of two workers' engines nothing stays, neither a
+    process nor shared memory. A run's, and its stage's: tests/pipeline/test_entry.py.
     """
     recipe, run = slow
     python = engines.environment(tmp_path / "environment")
@@ -96,28 +92,20 @@ def test_a_dump_ends_in_one_line(slow, tmp_path, warm, engine):
     status, error = interrupted(process, began, tmp_path / "stderr", str(recipe), times=3)
     assert status == 130
     lines = [re.sub(r", but the [\d,]+ tokens of what is in work, which are made again", "", line) for line in error]
-    assert [line for line in lines if not is_bar(line)] == [LINE]
+    assert [line for line in lines if not PROGRESS.match(line)] == [LINE]
     wait_until(lambda: not engines.left_of(python))
 
 
-def test_a_training_ends_without_a_traceback_and_the_first_rank_tells(slow, tmp_path):
-    """The launcher has lines of its own, and sends a SIGTERM behind the SIGINT: either may come first."""
+def test_a_run_ends_with_its_launcher_and_ranks_in_one_line(slow, tmp_path):
+    """None of ours leaves a traceback, and of the ranks the first tells at most: the launcher may be faster."""
     recipe, run = slow
-    small = load_recipe(recipe, ["features.planners=1", "data.max_dialogues=40"])
-    dump_here(small)
-    command = train_command(recipe, "data.max_dialogues=40", "train.epochs=5000", ranks=2)
+    sets = ["features.planners=1", "data.max_dialogues=40", "train.epochs=5000", "train.ranks=2"]
+    dump_here(load_recipe(recipe, sets))
+    command = [sys.executable, "-m", "pipeline", "run", str(recipe), "--until", "train", *override_arguments(sets)]
+    (tmp_path / "stderr").touch()
+    process = Forked(command, command_environment(), tmp_path / "stderr")
     began = (run / "drafts/eagle/metrics.jsonl").exists
-    with (tmp_path / "stderr").open("w") as stderr:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=command_environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            start_new_session=True,
-        )
     status, error = interrupted(process, began, tmp_path / "stderr", str(recipe))
-    told = [line for line in error if line.endswith(LINE.removeprefix("interrupted"))]
-    assert status and len(told) == 1
-    ours = [line for line in error if str(ROOT / "train") in line or str(ROOT / "pipeline") in line]
-    assert not ours  # DeepSpeed's launcher has a traceback of its own
+    log = (run / "logs/train.log").read_text()
+    assert (status, error) == (130, [LINE]) and log.count(LINE.removeprefix("interrupted")) <= 1
+    assert f'File "{ROOT}' not in log

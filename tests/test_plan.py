@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from infra.plan import engine, speeds
-from infra.plan.__main__ import answers, disk_warning, make
+from infra.plan.__main__ import SPEEDS, answers, disk_warning, make, warnings
 from infra.plan.fed import stream
 from infra.plan.memory import (
     TEXT_ROW_BYTES,
@@ -423,3 +423,20 @@ def test_an_engines_gpus_are_one_machines(tiny_recipe, tmp_path, monkeypatch):
     engine.require_gpus(target, elsewhere=True)
     with pytest.raises(PipelineError, match="tensor_parallel=4, but this machine has 2 GPUs"):
         engine.require_gpus(target, elsewhere=False)
+
+
+@pytest.mark.parametrize(
+    ("more", "warned"),
+    [
+        ({}, False),
+        ({"warmup_steps": 900, "schedule": "constant"}, False),
+        ({"warmup_steps": 900}, True),
+    ],
+)
+def test_a_plan_warns_of_a_warm_up_that_training_may_refuse(more, warned, tiny_target, tmp_path, monkeypatch):
+    monkeypatch.setattr("infra.plan.__main__.require_sizes", lambda recipe: None)  # refuses what is clearly too long
+    tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
+    tree["train"] |= more
+    recipe = load_recipe(str(write_recipe(tree, tmp_path / "tiny.toml")), [])
+    lines = list(warnings(make(recipe, dict.fromkeys(SPEEDS, 1.0))))
+    assert ["refuses train.warmup_steps=900 of about " in line for line in lines] == [True] * warned

@@ -1,5 +1,6 @@
 """Training drafts, from their shards to their checkpoints: one after the other, or in turns, a step of each."""
 
+import itertools
 import logging
 import math
 import shutil
@@ -26,14 +27,13 @@ from pipeline.lm.embedding_head import EmbeddingAndHead, known_tokens
 from pipeline.lm.model import DTYPES, load_config, load_embed_head, load_tokenizer
 from pipeline.recipe.identity import train_hash
 from pipeline.recipe.recipe import Recipe
-from pipeline.running.settings import begin_resume_states
+from pipeline.running.state import begin_resume_states
 from train import acceptance
 from train.engine.engine import BEST, Engine, add_sums
 from train.engine.ranks import by_rank_0, fail_together
 from train.input.data import Batches
 from train.input.features import Stores, require_shared
 from train.input.order import coverage, frequent_tokens
-from train.pace import Pace
 from train.start import Start, read_start
 from train.tracking import Metrics, open_tracker, require_tracker
 
@@ -190,8 +190,7 @@ class _Run:
         self._validation_copy: TrainedDraft | None = None  # validates; made once
         self._watched: dict[str, LoadedMethod] = {}  # of the validation copy, whose tau is estimated
         self.kept_weights: dict = {}  # at the end, whole on rank 0
-        self._progress: Progress  # both are there from the first step on
-        self._pace: Pace
+        self._progress: Progress  # is there from the first step on
         self._metrics = None
         if engine.rank == 0:
             tracker = open_tracker(recipe, name, self._folder)
@@ -218,7 +217,6 @@ class _Run:
         yield first
         with Progress(f"train {self._folder.name}", self._batches.order.steps, "steps", first, quiet) as progress:
             self._progress = progress
-            self._pace = Pace(self._batches.order.steps, self._config.validate_every, first)
             begin, before, idle = time.monotonic(), self._done.trained_tokens, self._store.waited
             for _, micro_batches in self._batches.from_step(first, self._engine.device):
                 if self._is_done:  # before it began: resumed after the last validation
@@ -227,7 +225,7 @@ class _Run:
                 seconds = time.monotonic() - begin
                 speed, waited = (self._done.trained_tokens - before) / seconds, (self._store.waited - idle) / seconds
                 shown |= {"tokens/s": f"{speed:,.0f}", "waiting": f"{waited:.0%}"}
-                progress.reach(self._engine.step, self._pace.left(self._engine.step), **shown)
+                progress.reach(self._engine.step, **shown)
                 yield self._engine.step
 
     def _one_step(self, micro_batches) -> dict[str, str]:
@@ -284,13 +282,18 @@ class _Run:
         engine, answers = self._engine, self._answers
         parts = math.ceil(len(self._heldout) / (self._config.micro_batch * engine.ranks))
         parts += len(range(engine.rank, len(answers), engine.ranks)) if answers is not None else 0
-        with self._pace.validation(parts, self._show) as part:
-            for batch in self._batches.validation(self._heldout, engine.step, engine.device):
-                add_sums(pooled, engine.measure(batch))
-                part()
-            self._done.validation = self._averages(engine.total(pooled))
-            if answers is not None:
-                self._done.validation |= self._acceptance(part)
+        numbers = itertools.count()
+
+        def part() -> None:
+            self._progress.note(f"validation, {next(numbers)} of {parts}")
+
+        part()
+        for batch in self._batches.validation(self._heldout, engine.step, engine.device):
+            add_sums(pooled, engine.measure(batch))
+            part()
+        self._done.validation = self._averages(engine.total(pooled))
+        if answers is not None:
+            self._done.validation |= self._acceptance(part)
         self._done.validation["trained_tokens"] = self._done.trained_tokens
         if self._done.best is not None and self._done.best["step"] == self._engine.step:
             self._done.best["validation"] = self._done.validation
@@ -303,9 +306,6 @@ class _Run:
         self._validation_copy = self._validation_copy or self._draft.validation_copy()
         self._engine.fill(self._validation_copy)
         return self._validation_copy
-
-    def _show(self, doing: str) -> None:
-        self._progress.note(doing, self._pace.left(self._engine.step))
 
     def _acceptance(self, part: Callable[[], None]) -> dict[str, float]:
         """The estimate of tau; remembers the best weights."""

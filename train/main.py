@@ -5,6 +5,7 @@ DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 train/main.py RECIPE    (two C
 """
 
 import argparse
+import os
 import signal
 import sys
 from functools import cache
@@ -40,7 +41,8 @@ def main() -> None:
     if not recipe.to_train:
         print("nothing to train: all drafts of this recipe are published, and eval/main.py fetches them")
         return
-    publish(recipe.paths.run, "train")
+    if os.environ.get("RANK", "0") == "0":
+        publish(recipe.paths.run, "train")
     embed_head = load_embed_head(recipe.target)
     expected = readable_spec(recipe)
     bring(recipe, expected)  # before the ranks meet: those of one node wait for each other here

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +94,13 @@ def run(parts: list[str], shape: str, limit: float, folder: Path) -> str:
 
 def ended(command: list[str], limit: float, log: Path, environment: dict[str, str]) -> str:
     """Runs a command until its end, at most `limit` seconds; returns in one line what it said last."""
-    with log.open("w") as output:
-        process = children.start(command, environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+    with ExitStack() as stack:
+        streams = {"stdout": stack.enter_context(log.open("w")), "stderr": subprocess.STDOUT}
+        process = stack.enter_context(children.started(command, environment, cwd=ROOT, **streams))
         try:
             process.wait(limit)
         except subprocess.TimeoutExpired:
             return f"not finished within {limit:.0f} s"
-        finally:
-            children.end(process)
     if not process.returncode:
         return ""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]

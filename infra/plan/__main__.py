@@ -50,7 +50,7 @@ from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import FeaturesConfig
 from pipeline.running import entry, markdown
-from pipeline.running.settings import require_same_settings
+from pipeline.running.state import require_same_settings
 from preprocess.sources.sizes import require_sizes
 
 VALIDATION = 1 / 3  # of a token's training

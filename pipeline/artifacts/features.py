@@ -26,7 +26,6 @@ from pipeline.recipe.identity import calibration_hash, digest, dump_hash, dump_h
 from pipeline.recipe.recipe import Recipe
 
 Find = Callable[[], Recorded | None]  # what gives the recipe that lies beside features
-MADE = "train shards made"  # in the feeder's last line
 
 
 def wanted_file(recipe: Recipe) -> Path:

@@ -2,38 +2,34 @@
 started it.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from pipeline.running.signals import postponed
-
 PATIENCE = 20  # seconds for a command that was asked to end
-CHILD = "JAKIRO_CHILD"  # set for them: what ends them, whoever started them tells
+PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
+_libc = ctypes.CDLL(None)
 
 
-def start(command: list[str], environment: Mapping[str, str], **options: Any) -> subprocess.Popen:
-    return subprocess.Popen(command, env={**environment, CHILD: "1"}, start_new_session=True, **options)
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """Have this process sent a signal when the one that started it has ended, however that was."""
+    _libc.prctl(PR_SET_PDEATHSIG, number)
 
 
-def call(command: list[str], environment: Mapping[str, str], folder: Path) -> int:
-    """The status of a command that ran in `folder`."""
-    process = start(command, environment, cwd=folder)
-    try:
-        return process.wait()
-    finally:
-        end(process)
-
-
-def end(process: subprocess.Popen) -> None:
-    """Whatever ends this process, no rank, actor or launcher of that one stays behind: it is asked to end, and made to
-    in the end.
+@contextmanager
+def started(command: list[str], environment: Mapping[str, str], **options: Any) -> Iterator[subprocess.Popen]:
+    """Runs a command during the block, behind which no rank, actor or launcher of it stays: it is asked to end, and
+    made to in the end.
     """
-    with postponed():
+    options |= {"env": environment, "start_new_session": True, "preexec_fn": end_with_parent}
+    process = subprocess.Popen(command, **options)
+    try:
+        yield process
+    finally:
         _send(process, signal.SIGTERM)
         try:
             process.wait(PATIENCE)
@@ -45,3 +41,13 @@ def end(process: subprocess.Popen) -> None:
 def _send(process: subprocess.Popen, number: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
+
+
+@contextmanager
+def without_ctrl_c() -> Iterator[None]:
+    """Processes that are started in this block never hear of Ctrl-C: who started them ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

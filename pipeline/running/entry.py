@@ -4,71 +4,71 @@ printed without their queries.
 """
 
 import argparse
-import errno
 import os
 import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import FULL
 from pipeline.basics.progress import publish
 from pipeline.basics.public import public_text
-from pipeline.running.children import CHILD
-from pipeline.running.signals import leave_on_signals, raise_on_signals
 
 if TYPE_CHECKING:
     from pipeline.recipe.recipe import Recipe
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 KEPT, AGAIN = "what is finished is kept", "run the same command again to continue"
-_NO_PERMISSION = (
-    "cannot be read or written ({why}): change its permissions, or give another place (the recipe's output)"
-)
-_IN_THE_WAY = "is in the way: a folder is wanted there. Move it away, or give another place (the recipe's output)"
-_REFUSED = {
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _NO_PERMISSION),
-    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), _IN_THE_WAY),
-    errno.EISDIR: "is a folder: a file is wanted there",
-    errno.ENAMETOOLONG: "has a name too long for this file system. Give a shorter one (the recipe's output or name)",
-    errno.ENOENT: "does not exist, and is not made there",
-}
 
 
 def run(main: Callable[[], None], keeps: bool = False) -> None:
-    """Run a command. `keeps`: run again after a signal, it goes on from what is finished. A note on a KeyboardInterrupt
-    says what is not.
+    """Run a command. The first Ctrl-C or SIGTERM raises KeyboardInterrupt, so that what is open is closed; a second one
+    ends it at once. `keeps`: run again, it goes on from what is finished. Notes of a KeyboardInterrupt say what is not.
     """
+    received: list[int] = []
 
-    def leave(number: int, lost: str = "") -> None:
-        _interrupted(number, f": {KEPT}{lost}; {AGAIN}" if keeps else "")
+    def hear(number: int, _frame: object) -> None:
+        received.append(number)
+        if len(received) > 1:
+            leave()
+        raise KeyboardInterrupt
 
-    received = raise_on_signals(leave)
+    def leave(lost: str = "") -> None:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        _interrupted([*received, signal.SIGINT][0], f": {KEPT}{lost}; {AGAIN}" if keeps else "")
+
+    for number in SIGNALS:
+        signal.signal(number, hear)
     try:
         main()
     except (Exception, KeyboardInterrupt) as error:
         if not received and not isinstance(error, KeyboardInterrupt):
-            sys.exit(told(error))
-        notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
-        leave(received[0] if received else signal.SIGINT, notes)  # whatever it led to
+            sys.exit(report(error))
+        leave("".join(f", {note}" for note in getattr(error, "__notes__", ())))  # whatever the signal led to
 
 
 def run_rank(main: Callable[[], None]) -> None:
-    """The same for one of several ranks, which leaves without Python's teardown: taking a process group apart waits for
-    the other ranks, and those may be waiting for this one; and threads of process groups that outlive it have aborted
-    ranks whose work was done. The launcher ends the others when one fails. Of a signal the first rank tells.
+    """Run one of several ranks, which a signal ends at once, and which leaves without Python's teardown: a rank may be
+    waiting for others in a library that hears no signal, and taking a process group apart waits for them, too. The
+    first rank says what is kept. The launcher ends the others when one fails.
     """
-
-    rank = os.environ.get("RANK", "0")
-    line = f": {KEPT}; {AGAIN}"
-    leave_on_signals(lambda number: _interrupted(number, line, silent=rank != "0", begin="\n"))  # behind a bar
+    ears, mouth = os.pipe()
+    os.set_blocking(mouth, False)
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+    line = f": {KEPT}; {AGAIN}" if os.environ.get("RANK", "0") == "0" else None
+    threading.Thread(target=lambda: _interrupted(os.read(ears, 1)[0], line), daemon=True).start()
     status = 0
     try:
         main()
     except Exception as error:
-        status = told(error)
+        status = report(error)
     _leave(status)
 
 
@@ -88,23 +88,42 @@ def run_job(stage: str, description: str | None, job: "Callable[[Recipe], Iterab
     run(main, keeps=True)
 
 
-def told(error: Exception) -> int:
+@contextmanager
+def kept_handlers() -> Iterator[None]:
+    """Restores our handlers behind a library that sets its own."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def report(error: Exception) -> int:
     """Write the error's message, and return the status to end with."""
-    refusal = str(error) if isinstance(error, PipelineError) else refused(error) if isinstance(error, OSError) else None
-    if refusal is None:
+    message = str(error) if isinstance(error, PipelineError) else refusal(error)
+    if message is None:
         sys.stderr.write(public_text("".join(traceback.format_exception(error))))
         return 1
-    sys.stderr.write(f"error: {public_text(refusal)}\n")
+    sys.stderr.write(f"error: {public_text(message)}\n")
     return 2
 
 
-def _interrupted(number: int, told: str, silent: bool = False, begin: str = "") -> None:
-    """Say what is `told` behind the signal's word, and end the process without Python's teardown: another Ctrl-C would
-    print a traceback in it.
-    """
-    if not silent and CHILD not in os.environ:
+def refusal(error: Exception) -> str | None:
+    """Return what the file system refuses, and what to do; None for an error that is not of that kind."""
+    if not isinstance(error, OSError) or not (error.filename or error.errno in FULL):
+        return None
+    where = error.filename or "a file"  # a full disk is met in writing, which names none
+    return f"{where}: {os.strerror(error.errno or 0)}. Change that, or give another place (the recipe's output); {KEPT}"
+
+
+def _interrupted(number: int, line: str | None) -> None:
+    """Say what is kept, and end the process without Python's teardown: another Ctrl-C would print a traceback in it."""
+    if line is not None:
+        begin = "\n" if sys.stderr.isatty() else ""  # behind the line of a progress
         what = "interrupted" if number == signal.SIGINT else "ended by SIGTERM"
-        sys.stderr.write(f"{begin}{what}{told}\n")
+        sys.stderr.write(f"{begin}{what}{line}\n")
     _leave(128 + number)
 
 
@@ -112,19 +131,3 @@ def _leave(status: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def refused(error: OSError) -> str | None:
-    """What the file system refuses, and what to do; None for an error that is not of that kind."""
-    why = os.strerror(error.errno or 0)
-    if error.errno in FULL:  # met in writing, which names no file
-        return (
-            f"no space to write {error.filename or 'a file'} ({why}): free some, or point the recipe's output "
-            "elsewhere, and run again; what is finished is kept"
-        )
-    if error.errno not in _REFUSED or not isinstance(error.filename, str | bytes):
-        return None
-    path = Path(os.fsdecode(error.filename))
-    if error.errno in (errno.ENOTDIR, errno.EEXIST):
-        path = next((place for place in (path, *path.parents) if place.exists() and not place.is_dir()), path)
-    return f"{path} {_REFUSED[error.errno].format(why=why)}"

@@ -33,7 +33,7 @@ from pipeline.basics.public import public_text
 from pipeline.running.cluster import ADDRESS, private_folder, ray_address, require_cluster
 from pipeline.running.cores import require_few, workers_as_everyone
 from pipeline.running.crew import NO_GPUS, NOT_YET, PASSED_ON, Crew, Heartbeat, Retry, Task, Watch, Worker, room_for
-from pipeline.running.signals import kept_handlers
+from pipeline.running.entry import kept_handlers
 
 LOOK_SECONDS = 1.0  # between two looks at the heartbeats
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what a Ray job was submitted with, in the environment of its driver

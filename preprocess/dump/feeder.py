@@ -16,7 +16,7 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
-from pipeline.artifacts.features import MADE, read_wanted, store_of, wanted_file
+from pipeline.artifacts.features import read_wanted, store_of, wanted_file
 from pipeline.artifacts.provenance import recorded
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive
@@ -95,7 +95,7 @@ class _Feeder:
                 self._tokens += record.tokens
         self._remove(self._held)
         wanted_file(self._recipe).unlink(missing_ok=True)
-        return [f"{self._made} {MADE}, {len(self._held) or 'none'} left{self._waited()}"]
+        return [f"{self._made} train shards made, {len(self._held) or 'none'} left{self._waited()}"]
 
     def _count(self) -> None:
         """The time that workers had nothing to make, up to now: what is being made is about to change."""

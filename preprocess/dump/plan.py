@@ -4,7 +4,6 @@ Shard k holds the k-th group of accepted dialogues, in the order of the source, 
 Knows no Ray.
 """
 
-import ctypes
 import signal
 import sys
 from collections import Counter, deque
@@ -26,8 +25,8 @@ from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import DataConfig
+from pipeline.running.children import end_with_parent, without_ctrl_c
 from pipeline.running.cores import require_few
-from pipeline.running.signals import deaf_children
 from preprocess.dump.interview import not_asked
 from preprocess.dump.task import ShardTask
 from preprocess.dump.worker import FURTHER, Document
@@ -37,7 +36,6 @@ from preprocess.sources.intake import Intake
 from preprocess.sources.sequences import encode_sequences
 
 Encoded = tuple[list[tuple[str, chat.Encoded]], list[str]]  # what `encode_sequences` returns
-PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 AHEAD = 8  # dialogues a planning process that are encoded before they are asked for
 _here: dict[str, Any] = {}  # a planning process's own tokenizer
 
@@ -50,7 +48,7 @@ def _exchanges(messages: chat.Messages) -> list[tuple[str, str]]:
 
 
 def _start_planner(target: TargetConfig) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a driver that is killed leaves no planner behind
+    end_with_parent(signal.SIGKILL)
     _here["tokenizer"] = load_tokenizer(target)
 
 
@@ -162,7 +160,7 @@ class Plan:
             waiting: deque = deque()
             for dialogue in self._intake:
                 wanted = not self._full(self._split(dialogue))  # a split that is full stays full
-                with deaf_children():  # it may start a process
+                with without_ctrl_c():  # it may start a process
                     encode = processes.submit(_encode_there, dialogue, data).result if wanted else None
                 waiting.append((dialogue, encode))
                 if len(waiting) > AHEAD * planners:

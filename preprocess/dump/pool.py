@@ -34,19 +34,14 @@ def records(
     """What the workers return for their tasks, as they finish. `progress` moves with their batches; `size` is what a
     record counts in it. Raises PipelineError; finished files stay finished.
     """
-    done = progress.done
+    done = progress.event.done
 
     def watch(in_work: int, doing: str) -> None:
-        progress.reach(done + in_work, now=doing)
+        progress.reach(done + in_work, in_work, now=doing)
 
     progress.note("reading the source")
-    try:
-        for _, record in Pool(crew_of(recipe), make, partial(next_try, batch_key=batch_key)).results(tasks, watch):
-            done += size(record)
-            progress.reach(done)
-            yield record
-    except KeyboardInterrupt as error:
-        if lost := progress.give_up(done):
-            error.add_note(lost)
-        raise
+    for _, record in Pool(crew_of(recipe), make, partial(next_try, batch_key=batch_key)).results(tasks, watch):
+        done += size(record)
+        progress.reach(done)
+        yield record
     progress.expect(done)  # the source may hold fewer

@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -13,22 +12,68 @@ from pipeline.basics.errors import PipelineError
 from pipeline.recipe.load import load_recipe
 from pipeline.running import cores, entry
 from pipeline.running.cores import asked_threads, require_few
+from pipeline.running.stages import Stage, run_stage
+from pipeline.running.state import train_state
 from tests.kit import PATIENCE, command_environment, recipe_tree, wait_until, write_recipe
 from tests.warm import Forked
 
+KEPT = "what is finished is kept; run the same command again to continue"
+# {keeps}, {interrupted}: what happens then, {cleaning}: seconds
 WAITING = """
-import sys, time
+import time
 from pipeline.running import entry
-from pipeline.running import signals
-signals.GRACE = {grace}
 def main():
     try:
         print("ready", flush=True)
-        time.sleep(60)
+        time.sleep(600)
+    except KeyboardInterrupt as error:
+        {interrupted}
     finally:
         print("closed", flush=True)
         time.sleep({cleaning})
+entry.run(main, keeps={keeps})
+"""
+BLOCKED = """
+import ctypes
+from pipeline.running import entry
+def main():
+    mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex)
+    print("ready", flush=True)
+    lock(mutex)  # no signal makes it return
+entry.run_rank(main)
+"""
+CALLING = """
+import os, sys
+from pipeline.running import children, entry
+def main():
+    with children.started([sys.executable, "-c", {inner!r}], os.environ) as process:
+        process.wait()
+children.PATIENCE = 1
 entry.run(main)
+"""
+STAGE = """
+import os, sys
+from pipeline.recipe.load import load_recipe
+from pipeline.running import entry
+from pipeline.running.stages import Stage, run_stage
+inner = '''
+import os, sys, time
+from pathlib import Path
+from pipeline.basics.progress import Progress, publish
+from pipeline.running import entry
+def main():
+    publish(Path(sys.argv[1]), "dump")
+    with Progress("dump", 9000, "tokens") as progress:
+        progress.reach(7000, in_work=4000)
+        print(os.getpid(), flush=True)
+        time.sleep(600)
+entry.run(main, keeps=True)
+'''
+recipe = load_recipe(sys.argv[1])
+(recipe.paths.run / "logs").mkdir(parents=True)
+command = [sys.executable, "-c", inner, str(recipe.paths.run)]
+entry.run(lambda: run_stage(recipe, Stage("preprocess", command, os.environ, None, [])), keeps=True)
 """
 
 
@@ -51,197 +96,112 @@ def interrupted(tmp_path) -> Callable[..., tuple[int, str, str]]:
     return run
 
 
+def waiting(keeps: bool = False, interrupted: str = "raise", cleaning: int = 0) -> str:
+    return WAITING.format(keeps=keeps, interrupted=interrupted, cleaning=cleaning)
+
+
 @pytest.mark.parametrize(
-    ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")]
-)
-@pytest.mark.parametrize(
-    ("keeps", "told"),
+    ("number", "code", "status", "said"),
     [
-        (")", ""),  # as of a plan, a status: they keep nothing
-        (", keeps=True)", ": what is finished is kept; run the same command again to continue"),
+        (signal.SIGINT, waiting(), 130, "interrupted"),  # as of a plan, a status: they keep nothing
+        (signal.SIGTERM, waiting(keeps=True), 143, f"ended by SIGTERM: {KEPT}"),
+        (signal.SIGINT, waiting(True, "error.add_note('but this'); raise"), 130, "interrupted: " + KEPT),
+        (signal.SIGINT, waiting(True, "raise RuntimeError('of a library')"), 130, "interrupted: " + KEPT),
     ],
 )
-def test_a_signal_closes_what_is_open_and_is_told_in_one_line(interrupted, number, status, word, keeps, told):
-    code = WAITING.format(cleaning=0, grace=9).replace("entry.run(main)", f"entry.run(main{keeps}")
+def test_a_signal_closes_what_is_open_and_is_told_in_one_line(interrupted, number, code, status, said):
     ended, out, error = interrupted(code, number)
-    assert (ended, out, error) == (status, "ready\nclosed\n", f"{word}{told}\n")
+    note = ", but this" if "note" in code else ""
+    assert (ended, out, error) == (status, "ready\nclosed\n", f"{said.replace(' kept', f' kept{note}')}\n")
 
 
-def test_a_note_says_what_is_not_kept(interrupted):
-    code = WAITING.format(cleaning=0, grace=9).replace("entry.run(main)", "entry.run(main, keeps=True)")
-    code = code.replace(
-        "finally:", "except KeyboardInterrupt as error:\n        error.add_note('but this')\n        raise"
-    )
-    ended, _, error = interrupted(code, signal.SIGINT)
-    kept = "what is finished is kept, but this; run the same command again to continue"
-    assert (ended, error) == (130, f"interrupted: {kept}\n")
+def test_a_second_ctrl_c_ends_it_at_once(interrupted):
+    ended, out, error = interrupted(waiting(True, cleaning=600), signal.SIGINT, signal.SIGINT)
+    assert (ended, out, error) == (130, "ready\nclosed\n", f"interrupted: {KEPT}\n")
 
 
-@pytest.mark.parametrize(("grace", "cleaning", "out"), [(9, 1, "ready\nclosed\ndone\n"), (0, 60, "ready\nclosed\n")])
-def test_a_second_ctrl_c_lets_the_cleaning_up_be_unless_it_takes_long(interrupted, grace, cleaning, out):
-    code = WAITING.format(cleaning=f"{cleaning}); print('done'", grace=grace)
-    ended, said, error = interrupted(code, signal.SIGINT, signal.SIGINT)
-    assert (ended, said) == (130, out) and error.count("\n") == 1 and error.startswith("interrupted")
-
-
-def test_what_an_interruption_leads_to_is_not_told(interrupted):
-    """As of a library that makes an error of its own of it."""
-    code = WAITING.format(cleaning=0, grace=9).replace(
-        "finally:", "except KeyboardInterrupt:\n        raise RuntimeError('x')"
-    )
-    ended, _, error = interrupted(code, signal.SIGINT)
-    assert ended == 130 and error.count("\n") == 1
-
-
-BLOCKED = """
-import ctypes
-from pipeline.running import entry
-def main():
-    mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
-    lock(mutex)
-    print("ready", flush=True)
-    lock(mutex)  # no signal makes it return
-entry.run_rank(main)
-"""
-
-
-@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_of_several_ranks_the_first_tells_even_where_it_waits_in_a_library(interrupted, rank, lines, number, status):
+@pytest.mark.parametrize(("number", "rank", "lines"), [(signal.SIGINT, "0", 1), (signal.SIGTERM, "1", 0)])
+def test_of_several_ranks_the_first_tells_even_where_it_waits_in_a_library(interrupted, number, rank, lines):
     ended, _, error = interrupted(BLOCKED, number, RANK=rank)
-    assert ended == status and len(error.strip().splitlines()) == lines and "Traceback" not in error
+    assert ended == 128 + number and error.count("\n") == lines and "Traceback" not in error
 
 
-def test_a_command_that_another_one_started_leaves_the_telling_to_it(interrupted):
-    ended, _, error = interrupted(WAITING.format(cleaning=0, grace=9), signal.SIGTERM, JAKIRO_CHILD="1")
-    assert (ended, error) == (143, "")
+@pytest.mark.parametrize(
+    ("numbers", "lines"),
+    [
+        ([signal.SIGINT], 1),  # the child hears SIGTERM alone, and goes on: it is made to end
+        ([signal.SIGINT, signal.SIGINT], 1),
+        ([signal.SIGKILL], 0),
+    ],
+)
+def test_whatever_ends_a_command_ends_what_it_started(interrupted, numbers, lines):
+    deaf = "" if signal.SIGKILL in numbers else "signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True))"
+    inner = f"import os, signal, time\n{deaf}\nprint(os.getpid(), flush=True)\nwhile True: time.sleep(1)"
+    code = CALLING.format(inner=inner)
+    if len(numbers) == 2:
+        code = code.replace("PATIENCE = 1", "PATIENCE = 600")
+    ended, out, error = interrupted(code, *numbers)
+    assert ended in (130, -signal.SIGKILL) and error.count("\n") == lines
+    child = int(out.split()[0])
+    if len(numbers) == 2:
+        os.kill(child, signal.SIGKILL)
+    wait_until(lambda: not is_there(child))
 
 
-CALLING = """
-import sys, time
-from pathlib import Path
-from pipeline.running import children
-from pipeline.running import entry
-def main():
-    children.call([sys.executable, "-c", {inner!r}], {{}}, Path.cwd())
-entry.run(main)
-"""
+def is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
-def test_ctrl_c_ends_what_a_command_started_and_is_told_once(interrupted):
-    inner = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
-    ended, out, error = interrupted(CALLING.format(inner=inner), signal.SIGINT)
-    assert ended == 130 and error.count("\n") == 1
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(out), 0)
-
-
-def test_who_does_not_end_when_asked_is_made_to(interrupted):
-    inner = (
-        "import os, signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True))\n"
-        "print(os.getpid(), flush=True)\nwhile True: time.sleep(1)"
-    )
-    code = CALLING.format(inner=inner).replace("def main", "children.PATIENCE = 1\ndef main")
-    ended, out, error = interrupted(code, signal.SIGINT, signal.SIGINT)
-    assert ended == 130 and error.count("\n") == 1 and out.splitlines()[1:] == ["asked"]
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(out.split()[0]), 0)
-
-
-STAGE = """
-import sys, time
-from pathlib import Path
-from pipeline.running import entry
-from pipeline.running.stages import Stage, _run_stage
-from pipeline.basics.progress import Display
-from pipeline.recipe.load import load_recipe
-inner = '''
-import json, os, signal, sys, time
-
-
-def leave(*_):
-    report = {"what": "dump", "done": 7, "total": 9, "unit": "tokens", "shown": {}, "left": None, "lost": "but four"}
-    with open(os.environ["JAKIRO_PROGRESS_FILE"], "a") as file:
-        print(json.dumps(report), file=file)
-    sys.exit(143)
-
-
-signal.signal(signal.SIGTERM, leave)
-print(os.getpid(), flush=True)
-time.sleep(60)
-'''
-def main():
-    recipe = load_recipe(sys.argv[1])
-    stage = Stage("dump", [sys.executable, "-c", inner], {}, None)
-    _run_stage(recipe, stage, Path(sys.argv[2]), Display(sys.stdout))
-entry.run(main, keeps=True)
-"""
-
-
-def test_ctrl_c_ends_a_run_with_its_stage_in_one_line(tiny_target, tmp_path):
+def test_ctrl_c_ends_a_run_with_its_stage_in_one_line_that_says_what_is_lost(tiny_target, tmp_path):
     recipe = write_recipe(recipe_tree(tiny_target, tmp_path / "data.json", tmp_path / "run"), tmp_path / "recipe")
     (tmp_path / "command.py").write_text(STAGE)
-    command = [sys.executable, *map(str, (tmp_path / "command.py", recipe, tmp_path / "log"))]
     (tmp_path / "error").write_text("")
-    process = Forked(command, command_environment(), tmp_path / "error")
-    wait_until(lambda: _text(tmp_path / "log").endswith("\n"), process)
-    said = _text(tmp_path / "log")
+    command = [sys.executable, str(tmp_path / "command.py"), str(recipe)]
+    process, log = Forked(command, command_environment(), tmp_path / "error"), tmp_path / "run/logs/preprocess.log"
+    wait_until(lambda: log.exists() and log.read_text().endswith("\n"), process)
+    child = int(log.read_text())
     os.kill(process.pid, signal.SIGINT)
-    os.kill(process.pid, signal.SIGINT)
-    status, error = process.wait(PATIENCE), _text(tmp_path / "error")
-    assert (
-        status == 130
-        and error.count("\n") == 1
-        and error.startswith("interrupted: what is finished is kept, but four;")
-    )
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(said), 0)
+    assert process.wait(PATIENCE) == 130 and not is_there(child)
+    kept = "what is finished is kept, but the 4,000 tokens of what is in work, which are made again"
+    assert (tmp_path / "error").read_text() == f"interrupted: {kept}; run the same command again to continue\n"
 
 
-def _text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("print('error: no such key\\n  at x\\nmore'); sys.exit(2)", r"error: no such key\n  at x$"),
+        ("print('Traceback'); sys.exit(2)", "Traceback$"),  # without a message of its own, the end of its log
+    ],
+)
+def test_a_failing_stage_stops_the_run_with_its_own_message(tiny_recipe, code, said):
+    (logs := tiny_recipe.paths.run / "logs").mkdir(parents=True)
+    stage = Stage("train", [sys.executable, "-c", "import sys; " + code], dict(os.environ), train_state, [])
+    whole = rf"stage train failed \(status 2\); the whole log is {logs}/train.log\n{said}"
+    with pytest.raises(PipelineError, match=whole):
+        run_stage(tiny_recipe, stage)
 
 
 # -- a file system that refuses --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("number", "message"),
+    ("error", "status", "message"),
     [
-        (errno.EACCES, "cannot be read or written (Permission denied): change its permissions"),
-        (errno.EROFS, "cannot be read or written (Read-only file system)"),
-        (errno.EPERM, "cannot be read or written (Operation not permitted)"),
-        (errno.EISDIR, "is a folder: a file is wanted there"),
-        (errno.ENAMETOOLONG, "a name too long"),
-        (errno.ENOENT, "does not exist, and is not made there"),  # as below /proc
-        (errno.ENOSPC, "no space to write"),
+        (OSError(errno.EACCES, os.strerror(errno.EACCES), "/run/x"), 2, "/run/x: Permission denied. Change that, or"),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/run/x"), 2, "/run/x: No space left on device."),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 2, "a file: No space left on device."),
+        (OSError(errno.ECONNRESET, "reset"), 1, "ConnectionResetError"),
+        (KeyError("x"), 1, "KeyError"),
     ],
 )
-def test_what_a_file_system_refuses_is_one_message_with_the_path(number, message, capsys):
-    assert entry.told(OSError(number, os.strerror(number), "/run/x")) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: ") and "/run/x" in told and message in told and told.count("\n") == 1
-
-
-def test_a_full_disk_is_told_where_no_file_is_named(capsys):
-    assert entry.told(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) == 2
-    assert "no space to write a file" in capsys.readouterr().err
-
-
-def test_other_errors_keep_their_traceback(capsys):
-    assert entry.told(OSError(errno.ECONNRESET, "reset")) == 1
-    assert entry.told(KeyError("x")) == 1
-    assert capsys.readouterr().err.count("Error") >= 2
-
-
-@pytest.mark.parametrize("below", ["", "/run"])
-def test_an_output_that_is_a_file_is_named(tmp_path, capsys, below):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError) as caught:
-        Path(f"{tmp_path}/file{below}/logs").mkdir(parents=True, exist_ok=True)
-    assert entry.told(caught.value) == 2
-    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/file is in the way: a folder is wanted there.")
+def test_what_a_file_system_refuses_is_one_message_and_else_there_is_a_traceback(error, status, message, capsys):
+    assert entry.report(error) == status
+    said = capsys.readouterr().err
+    assert message in said and (said.startswith("error: ") and said.count("\n") == 1) == (status == 2)
 
 
 # -- recipes that name what no machine has ---------------------------------------------------------------------------
@@ -276,9 +236,6 @@ def test_more_processes_than_a_machine_could_serve_are_refused(monkeypatch):
     require_few("features.workers", 32)
     with pytest.raises(PipelineError, match=r"features\.workers=33, but this machine has 2 cores: at most 32"):
         require_few("features.workers", 33)
-
-
-# -- threads ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

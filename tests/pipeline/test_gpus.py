@@ -8,13 +8,15 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from infra.plan.__main__ import workers_worth
+from infra.plan.__main__ import make, workers_worth
 from pipeline.basics.errors import PipelineError
+from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import TrainConfig
 from pipeline.running.crew import Crew, room_for
-from pipeline.running.stages import CHOICES, launch_command, require_choice, run, stages
-from tests.kit import ROOT, command_environment, recipe_tree, write_recipe
+from pipeline.running.gpus import CHOICES, launch_command, require_choice
+from pipeline.running.stages import run, stages
+from tests.kit import ROOT, command_environment, recipe_tree, write_recipe, write_sharegpt
 
 RANK = r"""
 import os, sys
@@ -92,13 +94,38 @@ def test_without_a_number_of_ranks_each_visible_gpu_is_one(monkeypatch):
     assert launch_command(["deepspeed"], "main.py", TrainConfig(), "auto") == ["deepspeed", "main.py"]
 
 
-def test_more_ranks_than_gpus_are_refused_before_hours_of_dumping(tiny_target, tmp_path, monkeypatch):
-    recipe = write_recipe(recipe_tree(tiny_target, tmp_path / "data.json", tmp_path / "run"), tmp_path / "recipe")
+@pytest.mark.parametrize(
+    ("command", "device", "settings", "message"),
+    [
+        *(
+            (
+                command,
+                "cpu",
+                {"dtype": "bfloat16", "ranks": 2, "micro_batch": 1, "global_batch": 4},
+                "zero_stage=0 would add the gradients of 2 micro-batches up in bfloat16",
+            )
+            for command in (run, lambda recipe, _: make(load_recipe(recipe), {}))
+        ),
+        (run, "auto", {"ranks": None}, "is no multiple of micro_batch x ranks = 4 x 3"),  # every GPU
+        (
+            run,
+            "auto",
+            {"ranks": 4, "micro_batch": 1},
+            r"train\.ranks=4, but the accelerators that are visible \(CUDA_VISIBLE_DEVICES=6,7\) are 3",
+        ),
+    ],
+)
+def test_what_training_would_refuse_is_refused_before_the_dump(
+    command, device, settings, message, tiny_target, tmp_path, monkeypatch
+):
+    tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
+    tree["train"] |= settings
+    tree["target"]["device"] = device
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    message = r"train\.ranks=4, but the accelerators that are visible \(CUDA_VISIBLE_DEVICES=6,7\) are 2"
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
     with pytest.raises(PipelineError, match=message):
-        run(str(recipe), ["target.device=auto", "train.ranks=4", "train.micro_batch=1"])
+        command(str(write_recipe(tree, tmp_path / "tiny.toml")), [])
+    assert not (tmp_path / "run").exists()
 
 
 def with_settings(recipe: Recipe, section: str, device: str, **settings) -> Recipe:

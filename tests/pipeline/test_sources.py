@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.basics.errors import PipelineError
 from pipeline.decoding import replay
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import Pool, RoundInput
@@ -14,6 +15,8 @@ from pipeline.decoding.sources import Sources, merge
 from pipeline.drafts import make
 from pipeline.drafts.lookup.prompt_lookup import PromptLookupConfig
 from pipeline.drafts.parts.layers import shapes_of
+from pipeline.recipe.load import load_recipe
+from tests.kit import write_recipe
 from tests.pipeline.scripted import paths_of
 from tests.pipeline.taught import NEVER, VARIANTS, greedy, prompt_of, taught
 
@@ -143,3 +146,29 @@ def test_a_static_tree_is_refused(loaded_target, drafts):
 def test_more_nodes_than_all_sources_propose_are_refused(loaded_target, drafts):
     with pytest.raises(ValueError, match="the sources propose at most 34"):
         LoadedMethod(with_lookup(loaded_target, drafts["eagle"]), TreeConfig(depth=1, top_k=3, nodes=35))
+
+
+@pytest.mark.parametrize(
+    ("method", "beside", "said"),
+    [
+        # What a draft is trained, saved and shown with is its own.
+        ("jakiro", '{secondary=["prompt-lookup"]}', "jakiro: a draft of that name stands alone"),
+        (
+            "both",
+            '{draft="jakiro", secondary=["eagle"]}',
+            "secondary='eagle': expected drafts .* that take no forwards",
+        ),
+        ("both", '{draft="jakiro", secondary=["prompt-lookup", "prompt-lookup"]}', "each once"),
+        ("both", '{draft="prompt-lookup", secondary=["prompt-lookup"]}', "draft='prompt-lookup' is not trained"),
+        (
+            "both",
+            '{draft="jakiro", secondary=["prompt-lookup"], tree={depth=1, top_k=3, nodes=35}}',
+            "sources propose at most 34",
+        ),
+        ("both", '{draft="jakiro", secondary=["prompt-lookup"], tree={paths="eagle-1"}}', "no ranks for a static tree"),
+    ],
+)
+def test_what_cannot_stand_beside_a_draft_is_refused(tiny_recipe, tmp_path, method, beside, said):
+    recipe = write_recipe(tiny_recipe.model_dump(mode="json"), tmp_path / "recipe")
+    with pytest.raises(PipelineError, match=said):
+        load_recipe(recipe, ['draft.prompt-lookup={kind="prompt-lookup"}', f"eval.methods.{method}={beside}"])

@@ -18,7 +18,7 @@ from pipeline.features.shards import ANSWERS, MANIFEST, SPLITS, Manifest, usable
 from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.recipe.recipe import Recipe
-from pipeline.running.stages import features_state
+from pipeline.running.state import features_state
 from preprocess.dump import driver
 from preprocess.dump.driver import dump
 from preprocess.dump.plan import Plan

@@ -4,7 +4,7 @@ import ast
 import json
 
 from pipeline.features.reasons import UNKNOWN_KEY, WORDS, describe_reasons
-from pipeline.running.stages import features_state
+from pipeline.running.state import features_state
 from tests.kit import ROOT, dump_here
 
 RAISING = {"Unusable", "_refuse"}

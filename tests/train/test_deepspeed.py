@@ -19,7 +19,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.sections import TrainConfig
-from pipeline.running.stages import train_state
+from pipeline.running.state import train_state
 from tests.kit import flip, kill_when, train_command
 from tests.train.runs import kill_training, largest_difference, linked, losses, run_training, steps_so_far, train_here
 from train.engine.config import deepspeed_config

@@ -18,8 +18,7 @@ from pipeline.features.schema import FP8
 from pipeline.features.shards import FeatureStore, Manifest
 from pipeline.recipe.identity import dump_hash
 from pipeline.recipe.load import load_recipe, override_arguments
-from pipeline.running.settings import require_same_settings
-from pipeline.running.stages import features_state
+from pipeline.running.state import features_state, require_same_settings
 from preprocess.dump.driver import dump
 from tests.kit import call, dump_here, recipe_tree, write_recipe, write_sharegpt
 from tests.train.runs import losses, train_here

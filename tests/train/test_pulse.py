@@ -47,14 +47,9 @@ def ended(process: subprocess.Popen) -> tuple[int, str]:
     return process.returncode, out + err
 
 
-def test_a_healthy_run_longer_than_the_silence_is_left_alone():
-    for process in ranks(5):
-        assert ended(process) == (0, "left\n")
-
-
-def test_a_run_that_was_suspended_goes_on():
+def test_a_run_longer_than_the_silence_that_was_suspended_goes_on():
     """As by a scheduler, or with the machine that it is on."""
-    both = ranks(3)
+    both = ranks(5)
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for process in both:
             process.send_signal(number)
@@ -63,13 +58,13 @@ def test_a_run_that_was_suspended_goes_on():
         assert ended(process) == (0, "left\n")
 
 
-@pytest.mark.parametrize(("lost", "said"), [(0, "rank 0 on .* cannot be reached from"), (1, "rank 1 on .* no sign of")])
-def test_one_that_is_alone_ends_and_says_why(lost, said):
+@pytest.mark.parametrize("lost", [0, 1])  # 0 has the store
+def test_one_that_is_alone_ends_and_says_why(lost):
     both = ranks(600)
     both[lost].kill()
     status, words = ended(both[1 - lost])
     assert status == 1 and "for 2 s: it has ended, or its host or the network has gone" in words
-    assert re.search(said, words)
+    assert re.search(f"rank {lost} on .* no sign of", words)
     both[lost].communicate()
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.basics.errors import PipelineError
-from pipeline.running.entry import refused
+from pipeline.running.entry import refusal
 
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
@@ -31,7 +31,7 @@ def fail_together() -> Iterator[None]:
     except PipelineError as error:
         mine = str(error)
     except OSError as error:
-        mine = refused(error) or str(error) or type(error).__name__
+        mine = refusal(error) or str(error) or type(error).__name__
     found: list = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     if said := next(filter(None, found), ""):

@@ -32,7 +32,7 @@ COMMANDS = {
     "plan": Command("infra.plan", "what a run will take: tokens, disk, time, memory and GPUs", True),
     "run": Command("jakiro.run", "everything: dump, train, measure, release; here or on Ray; again: goes on", True),
     "status": Command("pipeline", "what of a run is done", True),
-    "metrics": Command("jakiro.metrics", "serve what a run tells of itself to Prometheus", True),
+    "metrics": Command("jakiro.metrics", "serve what a run records of itself to Prometheus", True),
     "manifests": Command("jakiro.manifests", "a run as files for Kubernetes, Slurm, Docker or SkyPilot", True),
     "dump": Command("preprocess.dump_features", "the target's hidden states into shards", True),
     "feed": Command("preprocess.feed", "beside training: its states while it reads them", True),
@@ -89,7 +89,7 @@ def require_sound_recipe(name: str, arguments: list[str]) -> None:
     try:
         require_sound(arguments[0], overrides)
     except (PipelineError, OSError) as error:
-        sys.exit(entry.told(error))
+        sys.exit(entry.report(error))
 
 
 def usage() -> str:

@@ -10,8 +10,9 @@ import os
 
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.running import entry
-from pipeline.running.settings import require_same_settings
-from pipeline.running.stages import require_choice, stages
+from pipeline.running.gpus import require_choice
+from pipeline.running.stages import stages
+from pipeline.running.state import require_same_settings
 
 
 def main() -> None:
@@ -23,9 +24,8 @@ def main() -> None:
     require_choice(recipe)
     require_same_settings(recipe, [given.draft] if given.draft in recipe.to_train else recipe.to_train)
     stage = next(one for one in stages(given.recipe, given.overrides, recipe) if one.name == "train")
-    accelerator = {"DS_ACCELERATOR": "cpu"} if recipe.target.device == "cpu" else {}
     command = [*stage.command, *(["--draft", given.draft] if given.draft else [])]
-    os.execvpe(command[0], command, {**stage.environment, **accelerator})
+    os.execvpe(command[0], command, stage.environment)
 
 
 if __name__ == "__main__":

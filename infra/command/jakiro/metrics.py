@@ -1,4 +1,4 @@
-"""Serves what a run's stages tell of themselves to Prometheus, from the folder that they write to.
+"""Serves what a run's stages record of themselves to Prometheus, from the folder that they write to.
 
     jakiro metrics RECIPE [--address 127.0.0.1] [--port 9400]
 
@@ -8,14 +8,15 @@ It only reads, on any machine that sees the run's folder.
 import argparse
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.progress import told_by
+from pipeline.basics.progress import events
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.running import entry
 
@@ -24,8 +25,26 @@ class Run(Collector):
     def __init__(self, folder: Path):
         self._folder = folder
 
-    def collect(self) -> Iterator[Metric]:
-        return told_by(self._folder)
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        labels = ["run", "stage", "what"]
+        moved = GaugeMetricFamily("jakiro_moved_seconds", "when the stage last moved, since 1970", labels=labels)
+        done = GaugeMetricFamily("jakiro_done", "work done by the stage", labels=[*labels, "unit"])
+        total = GaugeMetricFamily("jakiro_total", "all of it; 0 where nobody knows", labels=[*labels, "unit"])
+        shown = GaugeMetricFamily("jakiro_shown", "loss, tau, tokens/s, waiting, ...", labels=[*labels, "name"])
+        for stage, event in events(self._folder).items():
+            of = [self._folder.name, stage, event.what]
+            moved.add_metric(of, event.time)
+            done.add_metric([*of, event.unit], event.done)
+            total.add_metric([*of, event.unit], event.total)
+            for name, value in event.figures.items():
+                with suppress(ValueError):
+                    shown.add_metric([*of, name], number(str(value)))
+        return iter([moved, done, total, shown])
+
+
+def number(text: str) -> float:
+    """Of what people read: 0.346, "1,234", "12%". Raises ValueError."""
+    return float(text.removesuffix("%").replace(",", "")) / (100 if text.endswith("%") else 1)
 
 
 def main() -> None:

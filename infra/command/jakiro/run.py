@@ -13,20 +13,22 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
-from contextlib import suppress
+import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import jakiro
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import ROOT, python_path
+from pipeline.basics.files import python_path
 from pipeline.recipe.load import add_recipe_arguments, load_recipe, override_arguments
 from pipeline.recipe.read import recipe_file
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import children, entry
+from pipeline.running.stages import STAGES
 
-STAGES = {"preprocess": "dump", "train": "train", "eval": "eval"}  # as `--until` calls them
 RAY = "ray://"
 
 
@@ -92,24 +94,20 @@ def follow(together: list[Job]) -> None:
     """Runs jobs that belong together. Raises PipelineError for the first that fails; then the others are cancelled."""
     print(f"{', '.join(job.stage for job in together)}: starts on the cluster", flush=True)
     environment = {**os.environ, "PYTHONPATH": python_path(os.environ)}
-    running = [(job, children.start(job.start, environment)) for job in together]
-    watched = list(running)
-    try:
-        while watched:
-            for one in list(watched):
-                with suppress(children.subprocess.TimeoutExpired):
-                    if one[1].wait(0.5):
-                        raise PipelineError(f"{one[0].stage} failed (status {one[1].returncode}): its output is above")
-                    watched.remove(one)
-    except KeyboardInterrupt:
-        _leave_or_cancel([job for job, _ in watched])
-        raise
-    except PipelineError:
-        _cancel([job for job, process in running if process.poll() is None])
-        raise
-    finally:
-        for _, process in running:
-            children.end(process)
+    with ExitStack() as stack:
+        running = [(job, stack.enter_context(children.started(job.start, environment))) for job in together]
+        try:
+            while None in [process.poll() for _, process in running]:
+                time.sleep(0.5)
+                for job, process in running:
+                    if process.poll():
+                        raise PipelineError(f"{job.stage} failed (status {process.returncode}): its output is above")
+        except KeyboardInterrupt:
+            _leave_or_cancel([job for job, process in running if process.poll() is None])
+            raise
+        except PipelineError:
+            _cancel([job for job, process in running if process.poll() is None])
+            raise
 
 
 def _leave_or_cancel(jobs: list[Job]) -> None:
@@ -123,7 +121,7 @@ def _leave_or_cancel(jobs: list[Job]) -> None:
 
 def _cancel(jobs: list[Job]) -> None:
     for job in jobs:
-        print(f"{job.stage}: {'cancelled' if children.call(job.cancel, os.environ, ROOT) == 0 else 'not cancelled'}")
+        print(f"{job.stage}: {'cancelled' if subprocess.call(job.cancel) == 0 else 'not cancelled'}")
 
 
 def main() -> None:

@@ -1,0 +1,133 @@
+"""What a run's folder holds: which stages are done, each with a line for the user, and whether it was made under other
+settings, which is asked before a run or a training starts anything.
+
+`train_hash` and `dump_hash` decide; messages name the keys that differ, with both values.
+"""
+
+from functools import partial
+from typing import Any
+
+from pipeline.artifacts import checkpoint
+from pipeline.artifacts.features import answers_hash, dump_differences, of_another_target, wanted_file
+from pipeline.artifacts.provenance import RECIPE, public_recipe, recorded, settings_said
+from pipeline.basics.errors import PipelineError
+from pipeline.basics.files import read_sealed, write_sealed
+from pipeline.features.reasons import describe_reasons
+from pipeline.features.shards import MANIFEST, Manifest, damage, prompts_damage
+from pipeline.lm.model import identify_if_here, load_config
+from pipeline.recipe.differences import training_keys
+from pipeline.recipe.identity import dump_hash, train_hash
+from pipeline.recipe.recipe import Recipe
+
+RESUME = "resume.json"  # of a resume state (train/engine/resume.py)
+
+
+def features_state(recipe: Recipe) -> tuple[bool, str]:
+    folder = recipe.paths.features
+    if not (folder / MANIFEST).exists():
+        return False, "no shard yet" if folder.exists() else "not started"
+    manifest = Manifest.load(folder)
+    if said := features_differences(recipe):
+        return False, f"{folder} holds features of other settings: {said}"
+    target = identify_if_here(recipe.target)
+    if target and (differences := of_another_target(target, manifest.spec)):
+        return False, f"features of what the target was before: {'; '.join(differences)}"
+    if target and manifest.answers_hash != answers_hash(recipe, manifest.spec.recipe, target):
+        return False, "answers to calibration prompts are to be given anew"
+    here = [] if recipe.features.store else manifest.lasting(recipe.features.keep)
+    broken = [shard.name for shard in here if damage(folder, shard, checksum=False)]
+    if broken:
+        return False, f"{len(broken)} of {len(manifest.files)} tables and shards missing or truncated"
+    if not manifest.complete or prompts_damage(folder, manifest):
+        return False, f"{len(manifest.shards)} shards finished, dump not complete"
+    rejected = manifest.accounting.get("rejected") or {}
+    why = f"; {sum(rejected.values())} rejected: {describe_reasons(rejected)}" if rejected else ""
+    if recipe.features.keep == "window":
+        return True, f"texts, validation and answers; training is fed with the rest{why}"
+    if lacking := manifest.lacks("train"):
+        return False, f"the states of {lacking} dialogues were not kept"
+    return True, f"{manifest.total('train', 'rows')} dialogues, {manifest.total('train', 'tokens'):,} tokens{why}"
+
+
+def train_state(recipe: Recipe) -> tuple[bool, str]:
+    # A feeder that was killed has not cleaned up.
+    target = identify_if_here(recipe.target)
+    parts, done = [], recipe.features.keep == "all" or not wanted_file(recipe).exists()
+    for name in recipe.trained:
+        folder = recipe.paths.draft(name)
+        if not (folder / checkpoint.CONFIG).exists():
+            resumed = _resume_state(recipe, name)
+            at = f"stopped after step {resumed['step']}" if resumed else "not trained"
+            at = "not fetched" if name in recipe.published else at
+            parts.append(f"{name}: {at}")
+            done = False
+            continue
+        saved = checkpoint.read_config(folder)
+        state = saved.training_said
+        if said := training_differences(recipe, name):
+            done, state = False, f"of other settings: {said}"
+        elif target and (differences := target.differences(saved.target)):
+            done, state = False, f"of what the target was before: {'; '.join(differences)}"
+        elif checkpoint.lacks_plot(folder):
+            done, state = False, "its plot is missing"
+        parts.append(f"{name}: {state}")
+    return done, "; ".join(parts)
+
+
+def _resume_state(recipe: Recipe, name: str) -> dict[str, Any]:
+    """Return what a draft's resume state says of itself; nothing where there is none."""
+    folder = recipe.paths.resume(name)
+    remedy = f"Restore {folder}, or remove it to train this draft from the start"
+    return read_sealed(folder / RESUME, remedy) if (folder / RESUME).exists() else {}
+
+
+def require_same_settings(recipe: Recipe, drafts: list[str]) -> None:
+    """Raise PipelineError where the run's features, a checkpoint or a resume state of these drafts are of others."""
+    if said := features_differences(recipe):
+        raise PipelineError(
+            f"{recipe.paths.features}: features of other data or feature settings: {said}. Take these back, or give "
+            "this run another output folder"
+        )
+    for name in drafts:
+        if (recipe.paths.draft(name) / checkpoint.CONFIG).exists():
+            checkpoint.require_settings(recipe, name)
+        else:
+            require_resumable(recipe, name)
+
+
+def features_differences(recipe: Recipe) -> str:
+    """Return the settings that the run's features have otherwise; empty where there are none, or the recipe's."""
+    folder = recipe.paths.features
+    if not (folder / MANIFEST).exists():
+        return ""
+    got, layers = Manifest.load(folder).spec, None
+    if got.recipe != dump_hash(recipe) and identify_if_here(recipe.target):
+        layers = load_config(recipe.target).num_hidden_layers
+    return dump_differences(recipe, got, partial(recorded, folder), layers)
+
+
+def training_differences(recipe: Recipe, name: str) -> str:
+    """Return the settings that a draft's checkpoint has otherwise; empty where it has the recipe's."""
+    folder = recipe.paths.draft(name)
+    same = checkpoint.read_config(folder).train_hash == train_hash(recipe, name)
+    return "" if same else settings_said(recorded(folder), recipe, training_keys(recipe, name))
+
+
+def require_resumable(recipe: Recipe, name: str) -> None:
+    """Raise PipelineError where a draft's resume state is of other settings."""
+    folder, state = recipe.paths.resume(name), _resume_state(recipe, name)
+    if state and state.get("train_hash") != train_hash(recipe, name):
+        said = settings_said(recorded(folder), recipe, training_keys(recipe, name))
+        raise PipelineError(
+            f"{folder} holds the resume state of a run with other settings: {said}. Use the recipe it was started "
+            "with, or another output folder"
+        )
+
+
+def begin_resume_states(recipe: Recipe, name: str) -> None:
+    """Write the recipe beside a draft's resume states to come. Raise PipelineError where one of others is there."""
+    require_resumable(recipe, name)
+    folder = recipe.paths.resume(name)
+    if not (folder / RESUME).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_sealed(folder / RECIPE, public_recipe(recipe))
