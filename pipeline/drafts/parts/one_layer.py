@@ -22,7 +22,7 @@ from pipeline.drafts.parts.base import DraftConfig
 from pipeline.drafts.parts.layers import AttentionBlock, layer_config, rotary, swiglu
 from pipeline.drafts.parts.losses import LossKind, Term, named
 from pipeline.drafts.parts.module import TrainedDraft
-from pipeline.drafts.parts.released import Facts
+from pipeline.drafts.parts.names import Facts
 from pipeline.lm.attention import additive, behind
 from pipeline.lm.cache import TreeCache
 from pipeline.lm.states import States
