@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import LlamaConfig, MuseGlimmerAssistantConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    MuseGlimmerAssistantConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from pipeline.artifacts.unpickle import WEIGHTS, as_object
 from pipeline.basics.errors import PipelineError
@@ -25,25 +32,22 @@ FAMILIES = {  # each with its own defaults
     MUSE: MuseGlimmerAssistantConfig,
 }
 
-# What a config.json may say, beside what the draft itself reads: nothing of what is computed, or what shapes and
-# tensors say as well.
-SAYS_NOTHING = """
-    _name_or_path architectures attention_dropout auto_map base_model_name_or_path bias bos_token_id
-    chunk_size_feed_forward decoder_start_token_id draft_vocab_size dropout_rate dtype embed_requires_grad
-    enable_sp_ulysses eos_token_id gate_rows has_no_defaults_at_init head_dim hidden_size hidden_state_offset
-    hydra_head_arch hydra_num_heads hydra_num_layers id2label initializer_range intermediate_size label2id
-    length_penalty max_length max_position_embeddings medusa_num_heads medusa_num_layers model_type
-    num_attention_heads num_aux_hidden_states num_beam_groups num_beams num_experts num_experts_per_tok
-    num_hidden_layers num_key_value_heads num_local_experts num_return_sequences output_router_logits pad_token_id
-    parallel_draft_heads_num_layers pretraining_tp problem_type reduced_vocabulary repetition_penalty return_dict
-    rms_norm_eps rope_parameters rope_scaling rope_theta router_aux_loss_coef router_jitter_noise sep_token_id
-    speculators_config speculators_version target_hidden_size temperature tie_word_embeddings tokenizer_class top_k
-    top_p torch_dtype transformers_version ttt_length ttt_steps typical_p use_cache version vocab_size
+# What a config.json may say beside what the draft itself reads: nothing of what is computed (how an answer is drawn),
+# or what shapes and tensors say as well.
+OTHERS = """
+    attention_dropout auto_map base_model_name_or_path bias draft_vocab_size dropout_rate embed_requires_grad
+    enable_sp_ulysses gate_rows has_no_defaults_at_init hidden_state_offset hydra_head_arch hydra_num_heads
+    hydra_num_layers initializer_range medusa_num_heads medusa_num_layers model_type num_aux_hidden_states num_experts
+    num_experts_per_tok num_hidden_layers num_local_experts output_router_logits parallel_draft_heads_num_layers
+    pretraining_tp reduced_vocabulary rope_scaling rope_theta router_aux_loss_coef router_jitter_noise sep_token_id
+    speculators_config speculators_version target_hidden_size tie_word_embeddings tokenizer_class torch_dtype ttt_length
+    ttt_steps version
 """
+SAYS_NOTHING = {*vars(GenerationConfig()), *vars(PretrainedConfig()), *SHAPE_FIELDS, *OTHERS.split()}
 # What may differ beside a nested object and in it.
-APART = {AUXILIARY, *SAYS_NOTHING.split()} - {*SHAPE_FIELDS, "rope_theta", "rope_scaling"} | {"vocab_size"}
+APART = {AUXILIARY} | SAYS_NOTHING - {*SHAPE_FIELDS, "rope_theta", "rope_scaling"} | {"vocab_size"}
 # Key -> the values that are computed here; none: any.
-KNOWN: dict[str, tuple] = dict.fromkeys(SAYS_NOTHING.split(), ()) | {
+KNOWN: dict[str, tuple] = dict.fromkeys(SAYS_NOTHING, ()) | {
     "hidden_act": ("silu", "swish"),
     "hidden_activation": ("silu", "swish"),
     "eagle_decoder_type": ("llama",),

@@ -90,7 +90,7 @@ def converted(
     theirs, files = their_config(source, target), weights_files(source)
     shapes = their_shapes(source, theirs, target, recipe.target.model)
     names = DRAFTS[kind_of(config)].names
-    found = Imported(unread=require_known(source, theirs, names.keys))
+    found = Imported(unread=require_known(source, theirs, names.known(config)))
     given = read_weights(files)
     bare = {name.removeprefix("model."): tensor for name, tensor in given.items()}
     ids = ids_of(bare, len(embed_head.embedding_VD))
@@ -104,7 +104,7 @@ def converted(
         raise PipelineError(f"{source / 'config.json'} makes no draft.{name}: {' '.join(str(error).split())}") from None
     draft.name = name
     said = []
-    for key, (value, ours) in names.facts(draft, theirs, bare).items():
+    for key, (value, ours) in names.said(draft, theirs, bare).items():
         if value is UNSAID:
             is_default = getattr(config, key) == getattr(type(config), key)
             found.assumed[key] = f"{ours}, {DEFAULT if is_default else RECIPES}"

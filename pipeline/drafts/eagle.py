@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.drafts.parts.layers import AttentionBlock
 from pipeline.drafts.parts.names import IDS, NO_SUCH, Export, Form, Names, llama_of
-from pipeline.drafts.parts.one_layer import WINDOW, Dense, OneLayer, OneLayerConfig, window_facts
+from pipeline.drafts.parts.one_layer import Dense, OneLayer, OneLayerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +83,4 @@ NAMES = Names(
     says=says,
     method={"method": "eagle"},
     left_behind=(IDS,),  # engines guess with the target's whole head
-    facts=window_facts,
-    keys=WINDOW,
 )

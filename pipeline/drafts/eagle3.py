@@ -33,7 +33,7 @@ from pipeline.drafts.parts.names import (
     Names,
     llama_of,
 )
-from pipeline.drafts.parts.one_layer import WINDOW, Dense, OneLayer, OneLayerConfig, Weights, window_facts
+from pipeline.drafts.parts.one_layer import Dense, OneLayer, OneLayerConfig, Weights
 from pipeline.lm.states import Needs
 
 LATER = ("norm_before_fc", "attention_bias", "qk_norm")
@@ -236,7 +236,7 @@ def facts(draft: Eagle3Frame, theirs: dict[str, Any], names: Mapping[str, Tensor
     stated = {key: theirs.get(key, by_default.get(key, False)) for key in FLAGS}
     stated["attention_bias"] = theirs.get("attention_bias") or theirs.get("qkv_bias") or "q_proj.bias" in attention
     stated["qk_norm"] = "q_norm.weight" in attention
-    found: Facts = {"auxiliary_layers": (layers, own)} | window_facts(draft, theirs, names)
+    found: Facts = {"auxiliary_layers": (layers, own)}
     return found | {key: (bool(value), getattr(draft.config, key)) for key, value in stated.items()}
 
 
@@ -253,8 +253,7 @@ NAMES = Names(
     says=says,
     method={"method": "eagle3"},
     facts=facts,
-    keys=WINDOW
-    | dict.fromkeys((*FLAGS, "attention_bias", "qkv_bias", AUXILIARY), ())
+    keys=dict.fromkeys((*FLAGS, "attention_bias", "qkv_bias", AUXILIARY), ())
     | {
         "use_aux_hidden_state": (True,),
         "use_input_layernorm_in_first_layer": (True,),

@@ -22,7 +22,7 @@ from pipeline.drafts.eagle import EagleFrame, EagleFrameConfig
 from pipeline.drafts.parts.layers import AttentionBlock, ResBlock, norm
 from pipeline.drafts.parts.losses import Term, named
 from pipeline.drafts.parts.names import Form, Names
-from pipeline.drafts.parts.one_layer import WINDOW, Dense, Heads, Weights, window_facts
+from pipeline.drafts.parts.one_layer import Dense, Heads, Weights
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
@@ -155,4 +155,4 @@ def _loaded(name: str, _: Any) -> str:
     return re.sub(r"^mlp\.", "mlp.mlp.", _saved(name, None))
 
 
-NAMES = Names({"saved": Form(_saved), "loaded": Form(_loaded)}, facts=window_facts, keys=WINDOW)
+NAMES = Names({"saved": Form(_saved), "loaded": Form(_loaded)})

@@ -13,7 +13,6 @@ Each expert has an output of its own, u + E_j(n) (the paper's left and right; sc
 rank tokens identically). Trees with ``candidates = "decoupled"`` take their candidates from these.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -28,7 +27,7 @@ from pipeline.drafts.eagle3 import BY_NUMBER, SCALE, Eagle3Frame, Eagle3FrameCon
 from pipeline.drafts.eagle3 import NAMES as OF_EAGLE3
 from pipeline.drafts.parts.layers import swiglu
 from pipeline.drafts.parts.losses import Term
-from pipeline.drafts.parts.names import Facts, Form
+from pipeline.drafts.parts.names import Form
 from pipeline.drafts.parts.objective import Objective
 from pipeline.drafts.parts.one_layer import Heads, OneLayer
 
@@ -215,16 +214,10 @@ class JakiroOnEagle3(Experts, Eagle3Frame):
 
 # -- what others call it -----------------------------------------------------------------------------------------------
 
-
-def facts(draft: Experts, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
-    frame = OF_EAGLE if draft.config.frame == "eagle" else OF_EAGLE3
-    found, kept = frame.facts(draft, theirs, names), theirs.get("num_experts_per_tok")
-    return found if kept is None else found | {"experts_per_token": (kept, draft.config.experts_per_token)}
-
-
 OF_LLAMA = {"qk_norm": "the plug-in's drafts with experts have Llama's attention; train without"}
 PLUG_IN = "infra/vllm_jakiro"
+SETTINGS = {"experts_per_token": "num_experts_per_tok"}
 FORM = Form(architecture="EagleJakiroForCausalLM", lacks=NO_BIAS, plug_in=PLUG_IN)
-NAMES = replace(OF_EAGLE, forms={"vllm": FORM}, left_behind=(), facts=facts)
+NAMES = replace(OF_EAGLE, forms={"vllm": FORM}, left_behind=(), settings=SETTINGS)
 FORM_ON_EAGLE3 = Form(architecture="JakiroForCausalLMEagle3", lacks=SCALE | OF_LLAMA, plug_in=PLUG_IN)
-NAMES_ON_EAGLE3 = replace(OF_EAGLE3, forms={"vllm": FORM_ON_EAGLE3} | BY_NUMBER, facts=facts)
+NAMES_ON_EAGLE3 = replace(OF_EAGLE3, forms={"vllm": FORM_ON_EAGLE3} | BY_NUMBER, settings=SETTINGS)

@@ -44,7 +44,7 @@ from pipeline.drafts.parts.names import (
     Names,
     llama_of,
 )
-from pipeline.drafts.parts.one_layer import WINDOW, DraftState, window_facts
+from pipeline.drafts.parts.one_layer import DraftState
 from pipeline.lm.attention import FULL, SLIDING, additive
 from pipeline.lm.states import Needs, States
 
@@ -306,11 +306,8 @@ def says(draft: DFlash, weights: dict[str, Tensor], export: Export) -> dict[str,
 
 
 def facts(draft: DFlash, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
-    sizes = {"block": ("block_size", draft.config.block), "layers": ("num_hidden_layers", draft.config.layers)}
-    found: Facts = {key: (theirs.get(their, UNSAID), mine) for key, (their, mine) in sizes.items()}
-    found["auxiliary_layers"] = (theirs.get(AUXILIARY) or UNSAID, list(draft.needs.auxiliary))
-    found["causal"] = (is_causal(theirs), draft.config.causal)
-    return found | mask_fact(draft, theirs) | window_facts(draft, theirs, names)
+    layers = theirs.get(AUXILIARY) or UNSAID, list(draft.needs.auxiliary)
+    return {"auxiliary_layers": layers, "causal": (is_causal(theirs), draft.config.causal)} | mask_fact(draft, theirs)
 
 
 def is_causal(theirs: dict[str, Any]) -> bool:
@@ -340,7 +337,6 @@ IN_TRANSFORMERS = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "enco
 
 BOTH_WAYS = "sliding_window_non_causal"  # in speculators' form
 CAUSAL = ("is_causal", "causal")
-READ = ("block_size", MASK, *LAYER_KEYS)
 # How it was trained, and Domino's settings, which that form has at their defaults.
 NOT_READ = (
     *("num_target_layers", "num_anchors", "max_anchors", "auf", "pure_draft_prefix_len"),
@@ -361,9 +357,9 @@ NAMES = Names(
     method={"method": "dflash"},
     left_behind=(IDS,),  # engines guess with the target's whole head
     is_block=True,
+    settings={"block": "block_size", "layers": "num_hidden_layers"},
     facts=facts,
-    keys=WINDOW
-    | dict.fromkeys((*READ, *NOT_READ), ())
+    keys=dict.fromkeys((MASK, *LAYER_KEYS, *NOT_READ), ())
     | {
         **dict.fromkeys((*CAUSAL, BOTH_WAYS), (False, True)),
         "attention_mode": ("gqa", "mha"),

@@ -13,7 +13,6 @@ third part is left out: a head that is trained to predict sum min(p, q) at each 
 loads a draft without it, and then estimates acceptance by itself.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -26,7 +25,7 @@ from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, Roun
 from pipeline.drafts.parallel.dflash import NAMES as OF_DFLASH
 from pipeline.drafts.parallel.dflash import DFlash, DFlashConfig, says
 from pipeline.drafts.parts.losses import BiasedHead, LossKind, OwnHead
-from pipeline.drafts.parts.names import UNSAID, WHOLE, Export, Facts, Form
+from pipeline.drafts.parts.names import WHOLE, Export, Form
 from pipeline.drafts.parts.one_layer import DraftState
 
 if TYPE_CHECKING:
@@ -122,18 +121,13 @@ def says_more(draft: DSpark, weights: dict[str, Tensor], export: Export) -> dict
     return says(draft, weights, export) | {"markov_rank": draft.config.rank, "markov_head_type": "vanilla"}
 
 
-def facts(draft: DSpark, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
-    rank = theirs.get("markov_rank", UNSAID)
-    return OF_DFLASH.facts(draft, theirs, names) | {"rank": (rank, draft.config.rank)}
-
-
-TOLD = ("markov_rank", "enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha")
+TOLD = ("enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha")
 NAMES = replace(
     OF_DFLASH,
     forms={"vllm": Form(architecture="Qwen3DSparkModel", lacks=WHOLE, is_tried=False)},  # vLLM runs it on GPUs alone
     says=says_more,
     method={"method": "dspark"},
-    facts=facts,
+    settings={**OF_DFLASH.settings, "rank": "markov_rank"},
     keys={
         **OF_DFLASH.keys,
         **dict.fromkeys(TOLD, ()),

@@ -14,6 +14,7 @@ from pipeline.lm.attention import SLIDING
 Facts = dict[str, tuple[Any, Any]]
 UNSAID: Any = object()  # the value of a setting that a file does not give: the recipe's is taken
 IDS = "draft_token_ids"
+WINDOW = ("sliding_window", "target_layer_count")  # of config.json
 GPT_OSS = "gpt_oss"
 
 # Keys that name the target's layers, counted from 0: two by those whose input is taken, one by those whose output is.
@@ -61,11 +62,25 @@ class Names:
     method: Mapping[str, Any] = field(default_factory=dict)  # vLLM's words for it
     left_behind: tuple[str, ...] = ()  # tensors of ours that no engine reads
     is_block: bool = False  # engines guess as many tokens as it was trained to, not as many as its tree is deep
-    # What their config.json, or what tensors there are, say of its settings: our key -> (its value or UNSAID, ours).
+    settings: Mapping[str, str] = field(default_factory=dict)  # our key -> theirs of config.json
+    # What their config.json, or what tensors there are, say beside: our key -> (its value or UNSAID, ours).
     facts: Callable[[Any, dict[str, Any], Mapping[str, Tensor]], Facts] = no_facts
     # Of config.json, beside what says nothing of the computation: key -> the values that are computed; none: any.
     keys: Mapping[str, tuple] = field(default_factory=dict)
     unread: str = "$"  # a pattern of their tensors that nothing here reads
+
+    def known(self, config: Any) -> dict[str, tuple]:
+        """Return `keys` with those of a window, of a draft that can have one, and of `settings`."""
+        window = WINDOW if hasattr(config, "window") else ()
+        return {**dict.fromkeys((*window, *self.settings.values()), ()), **self.keys}
+
+    def said(self, draft: DraftModule, theirs: dict[str, Any], tensors: Mapping[str, Tensor]) -> Facts:
+        """Raises PipelineError for what leaves a setting open."""
+        config = draft.config
+        found: Facts = {ours: (theirs.get(key, UNSAID), getattr(config, ours)) for ours, key in self.settings.items()}
+        if hasattr(config, "window"):
+            found["window"] = (theirs.get("sliding_window"), config.window)
+        return found | self.facts(draft, theirs, tensors)
 
     def table(self, draft: DraftModule, theirs: Mapping[str, Tensor]) -> dict[str, str]:
         """Return our name for each of theirs, in all forms; where two differ, in the one that has most of these."""
