@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.drafts.parts.layers import AttentionBlock
-from pipeline.drafts.parts.names import IDS, NO_SUCH, Export, Form, Names, llama_of
+from pipeline.drafts.parts.names import IDS, Export, Form, Names, llama_of
 from pipeline.drafts.parts.one_layer import Dense, OneLayer, OneLayerConfig
 
 
@@ -78,7 +78,7 @@ def says(draft: EagleFrame, weights: dict[str, Tensor], export: Export) -> dict[
 NAMES = Names(
     forms={
         "vllm": Form(architecture="LlamaForCausalLM", lacks=NO_BIAS),
-        "sglang": Form(architecture="LlamaForCausalLMEagle", lacks={"window": NO_SUCH}),
+        "sglang": Form(architecture="LlamaForCausalLMEagle", lacks={"window": ""}),
     },
     says=says,
     method={"method": "eagle"},

@@ -21,18 +21,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.drafts.parts.base import fused, require_layers
 from pipeline.drafts.parts.layers import AttentionBlock, norm
 from pipeline.drafts.parts.losses import OwnHead
-from pipeline.drafts.parts.names import (
-    AUXILIARY,
-    GPT_OSS,
-    IDS,
-    NO_SUCH,
-    UNSAID,
-    Export,
-    Facts,
-    Form,
-    Names,
-    llama_of,
-)
+from pipeline.drafts.parts.names import AUXILIARY, GPT_OSS, IDS, UNSAID, Export, Facts, Form, Names, llama_of
 from pipeline.drafts.parts.one_layer import Dense, OneLayer, OneLayerConfig, Weights
 from pipeline.lm.states import Needs
 
@@ -163,7 +152,7 @@ FUSED = 3  # layers whose outputs engines fuse
 FLAGS = ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc")
 SCALE = {"embedding_scale": "engines norm the plain embedding; train with 1.0"}
 NO_3_1 = "llama.cpp has no EAGLE-3.1; train without, or use vllm"
-OF_LAYER = dict.fromkeys(("attention_bias", "qk_norm", "window"), NO_SUCH)
+OF_LAYER = dict.fromkeys(("attention_bias", "qk_norm", "window"), "")
 
 
 def says(
@@ -246,7 +235,7 @@ NO_RESIDUAL = {"norm_before_residual": "SGLang adds the plain feature; train wit
 NAMES = Names(
     forms={
         "vllm": AUTHORS,
-        "sglang": replace(AUTHORS, lacks=SCALE | NO_RESIDUAL | {"norm_before_fc": NO_SUCH} | OF_LAYER),
+        "sglang": replace(AUTHORS, lacks=SCALE | NO_RESIDUAL | {"norm_before_fc": ""} | OF_LAYER),
         "gguf": replace(AUTHORS, lacks=SCALE | {"fc_norm": NO_3_1, "norm_output": NO_3_1} | OF_LAYER),
         "speculators": Form(_by_number, "Eagle3Speculator", SCALE),
     },

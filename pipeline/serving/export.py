@@ -106,7 +106,7 @@ def _form_of(config: DraftConfig, engine: str) -> tuple[Names, Form]:
     form = names.forms[engine]
     for key, words in form.lacks.items():
         if (value := getattr(config, key)) != getattr(type(config), key):
-            raise PipelineError(f"{key}={value}: {words.format(engine=engine)}")
+            raise PipelineError(f"{key}={value}: {words or f'{engine} has no such draft; export to vllm'}")
     return names, form
 
 

@@ -32,18 +32,7 @@ from pipeline.drafts.parts.base import DraftConfig, fused, require_layers
 from pipeline.drafts.parts.layers import AttentionBlock, layer_config, norm, rotary, swiglu
 from pipeline.drafts.parts.losses import LossKind, Term, named
 from pipeline.drafts.parts.module import TrainedDraft
-from pipeline.drafts.parts.names import (
-    AUXILIARY,
-    IDS,
-    LAYER_KEYS,
-    NO_SUCH,
-    UNSAID,
-    Export,
-    Facts,
-    Form,
-    Names,
-    llama_of,
-)
+from pipeline.drafts.parts.names import AUXILIARY, IDS, LAYER_KEYS, UNSAID, Export, Facts, Form, Names, llama_of
 from pipeline.drafts.parts.one_layer import DraftState
 from pipeline.lm.attention import FULL, SLIDING, additive
 from pipeline.lm.states import Needs, States
@@ -333,8 +322,6 @@ def is_causal(theirs: dict[str, Any]) -> bool:
 
 
 IN_TRANSFORMERS = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
-
-
 BOTH_WAYS = "sliding_window_non_causal"  # in speculators' form
 CAUSAL = ("is_causal", "causal")
 # How it was trained, and Domino's settings, which that form has at their defaults.
@@ -342,15 +329,14 @@ NOT_READ = (
     *("num_target_layers", "num_anchors", "max_anchors", "auf", "pure_draft_prefix_len"),
     *("emb_dim", "gru_hidden_dim", "lambda_base_decay_ratio", "lambda_base_start"),
 )
-NO_CAUSAL = "{engine} has no such draft; export to vllm or sglang"
 NAMES = Names(
     forms={
         "vllm": Form(architecture="DFlashDraftModel"),
-        "sglang": Form(architecture="DFlashDraftModel", lacks={"window": NO_SUCH}),
+        "sglang": Form(architecture="DFlashDraftModel", lacks={"window": ""}),
         TRANSFORMERS: Form(
             lambda name, _: IN_TRANSFORMERS.get(name, name),
             "MuseGlimmerAssistantModel",
-            {"window": NO_SUCH, "causal": NO_CAUSAL},
+            {"window": "", "causal": ""},
         ),
     },
     says=says,

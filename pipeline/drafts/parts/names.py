@@ -20,7 +20,6 @@ GPT_OSS = "gpt_oss"
 # Keys that name the target's layers, counted from 0: two by those whose input is taken, one by those whose output is.
 AUXILIARY, INPUTS, OUTPUTS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids"
 LAYER_KEYS = (AUXILIARY, INPUTS, OUTPUTS)
-NO_SUCH = "{engine} has no such draft; export to vllm"
 
 WHOLE = {"vocabulary": "vLLM wants the target's whole one there; train so"}
 
@@ -31,7 +30,7 @@ class Form:
 
     tensors: Callable[[str, Any], str] = lambda name, config: name  # our name, and the draft's settings -> their name
     architecture: str = ""  # of an engine's; other forms are only read
-    # Settings that it has at our default alone -> what to do about another value.
+    # Settings that it has at our default alone -> what to do about another value; empty: an export to vLLM.
     lacks: Mapping[str, str] = field(default_factory=dict)
     plug_in: str = ""  # what its engine needs
     is_tried: bool = True  # where its engine is
