@@ -104,7 +104,7 @@ def converted(
         raise PipelineError(f"{source / 'config.json'} makes no draft.{name}: {' '.join(str(error).split())}") from None
     draft.name = name
     said = []
-    for key, (value, ours) in names.said(draft, theirs, bare).items():
+    for key, (value, ours) in names.read_settings(draft, theirs, bare).items():
         if value is UNSAID:
             is_default = getattr(config, key) == getattr(type(config), key)
             found.assumed[key] = f"{ours}, {DEFAULT if is_default else RECIPES}"

@@ -62,7 +62,7 @@ class Eagle(Dense, EagleFrame):
 NO_BIAS = {"fc_bias": "vLLM has no bias there; train with fc_bias=false, or export to sglang"}
 
 
-def says(draft: EagleFrame, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
+def engine_config(draft: EagleFrame, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
     """Return vLLM's or SGLang's config; the embedding's scale goes into fc."""
     config, width, fc = draft.config, draft.shapes["hidden_size"], weights["fc.weight"]
     if config.embedding_scale != 1.0:
@@ -80,7 +80,7 @@ NAMES = Names(
         "vllm": Form(architecture="LlamaForCausalLM", lacks=NO_BIAS),
         "sglang": Form(architecture="LlamaForCausalLMEagle", lacks={"window": ""}),
     },
-    says=says,
+    engine_config=engine_config,
     method={"method": "eagle"},
-    left_behind=(IDS,),  # engines guess with the target's whole head
+    not_exported=(IDS,),  # engines guess with the target's whole head
 )

@@ -155,7 +155,7 @@ NO_3_1 = "llama.cpp has no EAGLE-3.1; train without, or use vllm"
 OF_LAYER = dict.fromkeys(("attention_bias", "qk_norm", "window"), "")
 
 
-def says(
+def engine_config(
     draft: Eagle3Frame, weights: dict[str, Tensor], export: Export, more: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Raises PipelineError for other layers than engines fuse."""
@@ -239,7 +239,7 @@ NAMES = Names(
         "gguf": replace(AUTHORS, lacks=SCALE | {"fc_norm": NO_3_1, "norm_output": NO_3_1} | OF_LAYER),
         "speculators": Form(_by_number, "Eagle3Speculator", SCALE),
     },
-    says=says,
+    engine_config=engine_config,
     method={"method": "eagle3"},
     facts=facts,
     keys=dict.fromkeys((*FLAGS, "attention_bias", "qkv_bias", AUXILIARY), ())

@@ -145,14 +145,14 @@ class Gumiho(Dense, EagleFrame):
 # -- what others call it -----------------------------------------------------------------------------------------------
 
 
-def _saved(name: str, _: Any) -> str:
+def _name_in_files(name: str, _: Any) -> str:
     """``mlp.j`` of MLP j, whose first part is ``linear``."""
     return re.sub(r"^mlp\.mlp\.(\d+\.)(0\.0\.)?", lambda at: f"mlp.{at[1]}{'0.linear.' if at[2] else ''}", name)
 
 
-def _loaded(name: str, _: Any) -> str:
+def _name_in_memory(name: str, _: Any) -> str:
     """Its authors' code loads them with another ``mlp`` before."""
-    return re.sub(r"^mlp\.", "mlp.mlp.", _saved(name, None))
+    return re.sub(r"^mlp\.", "mlp.mlp.", _name_in_files(name, None))
 
 
-NAMES = Names({"saved": Form(_saved), "loaded": Form(_loaded)})
+NAMES = Names({"files": Form(_name_in_files), "memory": Form(_name_in_memory)})

@@ -150,11 +150,11 @@ class Hydra(HeadsDraft):
 # -- what others call it -----------------------------------------------------------------------------------------------
 
 
-def _plain(name: str, _: Any) -> str:
+def _hydra_name(name: str, _: Any) -> str:
     return re.sub(r"^(?:lm_)?heads\.", lambda at: "hydra_lm_head." if at[0] == "lm_heads." else "hydra_mlp.", name)
 
 
-def _behind_dropout(name: str, _: Any) -> str:
+def _hydra_plus_name(name: str, _: Any) -> str:
     """Hydra++'s blocks and LM heads stand behind a dropout each, and its prefix is a whole Llama model."""
     if at := re.fullmatch(r"heads\.(\d+)\.(\d+)\.(.+)", name):
         return f"hydra_mlp.{at[1]}.{2 * int(at[2]) + 1}.{at[3]}"
@@ -176,7 +176,7 @@ def facts(draft: Hydra, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> 
 
 
 NAMES = Names(
-    {"hydra": Form(_plain), "hydra++": Form(_behind_dropout)},
+    {"hydra": Form(_hydra_name), "hydra++": Form(_hydra_plus_name)},
     facts=facts,
     unread=r"prefix_embeding_layer\.embed_tokens\.weight",  # nobody's
 )

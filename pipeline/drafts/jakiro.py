@@ -218,6 +218,6 @@ OF_LLAMA = {"qk_norm": "the plug-in's drafts with experts have Llama's attention
 PLUG_IN = "infra/vllm_jakiro"
 SETTINGS = {"experts_per_token": "num_experts_per_tok"}
 FORM = Form(architecture="EagleJakiroForCausalLM", lacks=NO_BIAS, plug_in=PLUG_IN)
-NAMES = replace(OF_EAGLE, forms={"vllm": FORM}, left_behind=(), settings=SETTINGS)
+NAMES = replace(OF_EAGLE, forms={"vllm": FORM}, not_exported=(), settings=SETTINGS)
 FORM_ON_EAGLE3 = Form(architecture="JakiroForCausalLMEagle3", lacks=SCALE | OF_LLAMA, plug_in=PLUG_IN)
 NAMES_ON_EAGLE3 = replace(OF_EAGLE3, forms={"vllm": FORM_ON_EAGLE3} | BY_NUMBER, settings=SETTINGS)

@@ -123,14 +123,14 @@ class SmallLlama(ReadsText, TrainedDraft):
         return DraftOutput(hidden_WD, [self.logits(hidden_WD)])
 
 
-def says(draft: SmallLlama, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
+def engine_config(draft: SmallLlama, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
     """The language model that it is."""
     return draft.lm.config.to_dict() | {"architectures": [export.architecture]}
 
 
 NAMES = Names(
     {"vllm": Form(lambda name, _: name.removeprefix("lm."), "LlamaForCausalLM", WHOLE)},
-    says=says,
+    engine_config=engine_config,
     method={"method": "draft_model"},
 )
 

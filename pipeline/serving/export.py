@@ -116,11 +116,10 @@ def _formed(
     """Return config.json and the weights. Raises PipelineError for what the engine cannot take."""
     draft = checkpoint.load(release, saved.target["fingerprint"])
     names, form = _form_of(saved.config, engine)
-    weights = {name: tensor for name, tensor in draft.state_dict().items() if name not in names.left_behind}
+    weights = {name: tensor for name, tensor in draft.state_dict().items() if name not in names.not_exported}
     name = target or saved.target["model"]
-    asked = Export(engine, form.architecture, name, _family(target, name), saved.tree.depth)
-    assert names.says is not None
-    config = names.says(draft, weights, asked)
+    aim = Export(engine, form.architecture, name, _family(target, name), saved.tree.depth)
+    config = names.engine_config(draft, weights, aim)
     return config, {form.tensors(mine, draft.config): tensor for mine, tensor in weights.items()}
 
 

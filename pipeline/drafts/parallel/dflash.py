@@ -282,7 +282,7 @@ def bundled(anchors: np.ndarray, rows: int, width: int, most: int) -> tuple[np.n
 TRANSFORMERS, MUSE = "transformers", "muse_glimmer_assistant"  # whose one block draft it is
 
 
-def says(draft: DFlash, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
+def engine_config(draft: DFlash, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
     """The form of its authors' released weights; or transformers' own."""
     config, layers = draft.config, draft.needs.auxiliary
     own = {MASK: int(weights.pop(MASK)), "target_layer_ids": [number - 1 for number in layers]}
@@ -339,9 +339,9 @@ NAMES = Names(
             {"window": "", "causal": ""},
         ),
     },
-    says=says,
+    engine_config=engine_config,
     method={"method": "dflash"},
-    left_behind=(IDS,),  # engines guess with the target's whole head
+    not_exported=(IDS,),  # engines guess with the target's whole head
     is_block=True,
     settings={"block": "block_size", "layers": "num_hidden_layers"},
     facts=facts,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from pipeline.basics.accelerator import sent
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
 from pipeline.drafts.parallel.dflash import NAMES as OF_DFLASH
-from pipeline.drafts.parallel.dflash import DFlash, DFlashConfig, says
+from pipeline.drafts.parallel.dflash import DFlash, DFlashConfig, engine_config
 from pipeline.drafts.parts.losses import BiasedHead, LossKind, OwnHead
 from pipeline.drafts.parts.names import WHOLE, Export, Form
 from pipeline.drafts.parts.one_layer import DraftState
@@ -117,15 +117,15 @@ class DSpark(DFlash):
 # -- what others call it -----------------------------------------------------------------------------------------------
 
 
-def says_more(draft: DSpark, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
-    return says(draft, weights, export) | {"markov_rank": draft.config.rank, "markov_head_type": "vanilla"}
+def more_config(draft: DSpark, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
+    return engine_config(draft, weights, export) | {"markov_rank": draft.config.rank, "markov_head_type": "vanilla"}
 
 
 TOLD = ("enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha")
 NAMES = replace(
     OF_DFLASH,
     forms={"vllm": Form(architecture="Qwen3DSparkModel", lacks=WHOLE, is_tried=False)},  # vLLM runs it on GPUs alone
-    says=says_more,
+    engine_config=more_config,
     method={"method": "dspark"},
     settings={**OF_DFLASH.settings, "rank": "markov_rank"},
     keys={

@@ -68,12 +68,12 @@ class Medusa(HeadsDraft):
 # -- what others call it -----------------------------------------------------------------------------------------------
 
 
-def _theirs(name: str, config: MedusaConfig) -> str:
+def _medusa_name(name: str, config: MedusaConfig) -> str:
     """``k.n.linear.weight`` of block n, ``k.N.weight`` of the LM head behind N blocks."""
     return re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{config.blocks}.", name.removeprefix("heads."))
 
 
-def says(draft: Medusa, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
+def engine_config(draft: Medusa, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
     config = draft.config
     keys = {"medusa_num_heads": config.heads, "medusa_num_layers": config.blocks, "medusa_fc_bias": True}
     shapes = {key: draft.shapes[key] for key in ("hidden_size", "vocab_size")}
@@ -83,10 +83,10 @@ def says(draft: Medusa, weights: dict[str, Tensor], export: Export) -> dict[str,
 LACKS = dict.fromkeys(("own_head", "head_bias"), "vLLM's heads are their own, without a bias")
 NAMES = Names(
     forms={
-        "vllm": Form(_theirs, "MedusaModel", WHOLE | LACKS),
-        "others": Form(lambda name, config: f"medusa_head.{_theirs(name, config)}"),
+        "vllm": Form(_medusa_name, "MedusaModel", WHOLE | LACKS),
+        "others": Form(lambda name, config: f"medusa_head.{_medusa_name(name, config)}"),
     },
-    says=says,
+    engine_config=engine_config,
     method={"method": "medusa"},
     facts=facts,
     keys={"medusa_fc_bias": (True,)},

@@ -22,7 +22,7 @@ from pipeline.basics.accelerator import sent
 from pipeline.decoding.contract import DraftOutput, DraftRequest, RoundInput
 from pipeline.drafts.eagle3 import AUTHORS, BY_NUMBER, Eagle3Frame, Eagle3FrameConfig
 from pipeline.drafts.eagle3 import NAMES as OF_EAGLE3
-from pipeline.drafts.eagle3 import says as says_of_eagle3
+from pipeline.drafts.eagle3 import engine_config as config_of_eagle3
 from pipeline.drafts.parallel.mask import MASK, Masked, mask_fact
 from pipeline.drafts.parts.layers import AttentionBlock, norm
 from pipeline.drafts.parts.losses import Term, named
@@ -205,8 +205,8 @@ def _laid_out(batch: "Batch") -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]
 # -- what others call it -----------------------------------------------------------------------------------------------
 
 
-def says(draft: PEagle, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
-    return says_of_eagle3(draft, weights, export, {"pard_token": int(weights.pop(MASK))})
+def engine_config(draft: PEagle, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
+    return config_of_eagle3(draft, weights, export, {"pard_token": int(weights.pop(MASK))})
 
 
 def facts(draft: PEagle, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
@@ -216,7 +216,7 @@ def facts(draft: PEagle, theirs: dict[str, Any], names: Mapping[str, Tensor]) ->
 NAMES = replace(
     OF_EAGLE3,
     forms={"vllm": AUTHORS} | BY_NUMBER,
-    says=says,
+    engine_config=engine_config,
     method={"method": "eagle3", "parallel_drafting": True},
     facts=facts,
     keys={**OF_EAGLE3.keys, "pard_token": (), MASK: (), "speculators_model_type": ("peagle",)},

@@ -47,23 +47,19 @@ class Export:
     guesses: int
 
 
-def no_facts(draft: DraftModule, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
-    return {}
-
-
 @dataclass(frozen=True)
 class Names:
     """Of one kind of draft."""
 
     forms: Mapping[str, Form] = field(default_factory=dict)  # an engine's under its name
     # What config.json says of a draft with these tensors, which it may change; raises PipelineError.
-    says: Callable[[Any, dict[str, Tensor], Export], dict[str, Any]] | None = None
+    engine_config: Callable[[Any, dict[str, Tensor], Export], dict[str, Any]] = lambda draft, weights, export: {}
     method: Mapping[str, Any] = field(default_factory=dict)  # vLLM's words for it
-    left_behind: tuple[str, ...] = ()  # tensors of ours that no engine reads
+    not_exported: tuple[str, ...] = ()  # tensors of ours that no engine reads
     is_block: bool = False  # engines guess as many tokens as it was trained to, not as many as its tree is deep
     settings: Mapping[str, str] = field(default_factory=dict)  # our key -> theirs of config.json
     # What their config.json, or what tensors there are, say beside: our key -> (its value or UNSAID, ours).
-    facts: Callable[[Any, dict[str, Any], Mapping[str, Tensor]], Facts] = no_facts
+    facts: Callable[[Any, dict[str, Any], Mapping[str, Tensor]], Facts] = lambda draft, theirs, tensors: {}
     # Of config.json, beside what says nothing of the computation: key -> the values that are computed; none: any.
     keys: Mapping[str, tuple] = field(default_factory=dict)
     unread: str = "$"  # a pattern of their tensors that nothing here reads
@@ -73,7 +69,7 @@ class Names:
         window = WINDOW if hasattr(config, "window") else ()
         return {**dict.fromkeys((*window, *self.settings.values()), ()), **self.keys}
 
-    def said(self, draft: DraftModule, theirs: dict[str, Any], tensors: Mapping[str, Tensor]) -> Facts:
+    def read_settings(self, draft: DraftModule, theirs: dict[str, Any], tensors: Mapping[str, Tensor]) -> Facts:
         """Raises PipelineError for what leaves a setting open."""
         config = draft.config
         found: Facts = {ours: (theirs.get(key, UNSAID), getattr(config, ours)) for ours, key in self.settings.items()}
