@@ -277,17 +277,6 @@ def test_transformers_own_generate_takes_a_block_draft_in_as_many_passes_as_ours
     assert len(passes) == 1 + ours.acceptance.passes < 15  # the prompt's own
 
 
-@pytest.mark.parametrize("said", [{"layer_types": ["sliding_attention"] * 2, "sliding_window": 64}, {}])
-def test_a_window_as_transformers_counts_it_is_refused(released, imported, tmp_path, said):
-    """One position more than vLLM's; and it is the default of the form."""
-    export(released(OF_BLOCKS), "transformers", tmp_path / "out")
-    config = json.loads((tmp_path / "out/config.json").read_text())
-    del config["layer_types"]
-    (tmp_path / "out/config.json").write_text(json.dumps(config | said))
-    with pytest.raises(PipelineError, match="muse_glimmer_assistant with a window, whose ends transformers counts"):
-        imported(tmp_path / "out", OF_BLOCKS)
-
-
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "speculators"])
 @pytest.mark.parametrize("rope", [LLAMA_3, YARN], ids=["llama3", "yarn"])
 def test_scaled_rope_and_layers_that_are_no_engines_default_are_written_out(tmp_path, rope, engine):

@@ -24,6 +24,7 @@ SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 16}
 TWO = {"num_hidden_layers": 2}
 OF_BLOCKS = DFLASH | {"window": 24}
 SPECULATORS = BLOCKS | {"speculators_model_type": "dflash"}
+MUSE = BLOCKS | {"model_type": "muse_glimmer_assistant", "layer_types": None, "sliding_window": None}
 LISTS = TWO | {"block_size": 4, "mask_token_id": 258, "aux_hidden_state_layer_ids": [1, 2]}
 
 
@@ -82,6 +83,9 @@ REFUSED = [  # the draft's settings, what config.json says, the error's words
     (EAGLE_3 | {"window": 16}, {}, r"window=None: set draft\.theirs\.window \(it is 16\)"),
     (EAGLE, SLIDING, r"window=16: set draft\.theirs\.window"),
     (EAGLE_3, {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 8}, "window=8: set"),
+    # one position more in transformers than in vLLM; and it is the default of the form
+    (DFLASH, MUSE, "muse_glimmer_assistant with a window, whose ends transformers counts"),
+    (DFLASH, MUSE | {"layer_types": ["sliding_attention"] * 2, "sliding_window": 64}, "assistant with a window, whose"),
     # a setting of the draft
     (EAGLE_3, {"norm_output": True, AT: {"norm_output": None}}, "norm_output=True: set draft"),
     (EAGLE_3, {"norm_before_fc": True}, "norm_before_fc=True: set draft"),
