@@ -22,7 +22,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json
 from pipeline.drafts.parallel.dflash import MUSE
 from pipeline.drafts.parts.layers import ROPES, SHAPE_FIELDS, shapes_of
-from pipeline.drafts.parts.names import AUXILIARY, GPT_OSS, LAYER_KEYS, OUTPUTS
+from pipeline.drafts.parts.names import AUXILIARY, GPT_OSS, INPUTS, LAYER_KEYS, OUTPUTS
 from pipeline.lm.attention import FULL, SLIDING, most_positions
 
 ANOTHER = "it was trained for another target"
@@ -162,12 +162,6 @@ def _require_kinds(path: Path, theirs: dict[str, Any]) -> None:
             raise PipelineError(f"{path}: {key}={value!r}, expected a list of names")
 
 
-def _numbers(path: Path, key: str, value: Any) -> list[int]:
-    if not isinstance(value, list) or not all(type(number) is int for number in value):
-        raise PipelineError(f"{path}: {key}={value!r}, expected numbers of layers")
-    return value
-
-
 def _layers(path: Path, raw: dict[str, Any], target: Any) -> list[int]:
     """Return the layers that the file names, counted as ours; none where it names none.
 
@@ -177,36 +171,33 @@ def _layers(path: Path, raw: dict[str, Any], target: Any) -> list[int]:
 
     Raises PipelineError where two places differ, where a place leaves it open, and for ids that are no layers.
     """
-    count = target.num_hidden_layers
-    stated: dict[str, tuple[str, list[int], bool]] = {}
-    layers: dict[str, list[int]] = {}
-    for place in ("", *NESTED):
-        part = raw if not place else raw.get(place) or {}
-        for key in LAYER_KEYS:
-            if ids := _numbers(path, key, part.get(key) or []):
-                stated[f"{place}.{key}".lstrip(".")] = (key, ids, bool(place))
-    inputs = [ids for key, ids, nested in stated.values() if key != OUTPUTS and not (nested and key == AUXILIARY)]
-    for where, (key, ids, nested) in stated.items():
-        alone = nested and key == AUXILIARY and ids not in inputs and count not in ids
+    count, layers = target.num_hidden_layers, {}
+    parts = {"": raw} | {place: raw[place] for place in NESTED if raw.get(place)}
+    stated = {(place, key): part[key] for place, part in parts.items() for key in LAYER_KEYS if part.get(key)}
+    inputs = [ids for (place, key), ids in stated.items() if key == INPUTS or (key == AUXILIARY and not place)]
+    for (place, key), ids in stated.items():
+        where = f"{place}.{key}".lstrip(".")
+        if not isinstance(ids, list) or not all(type(number) is int for number in ids):
+            raise PipelineError(f"{path}: {key}={ids!r}, expected numbers of layers")
+        alone = place and key == AUXILIARY and ids not in inputs and count not in ids
         if alone and target.model_type == GPT_OSS:
             raise PipelineError(
                 f"{path}: {where}={ids}: of gpt-oss' layers, SGLang takes such ids for those whose outputs are read "
                 f"before its pull request 32334, and since then whose inputs are. Write {AUXILIARY} at the top of a "
                 "copy of the file, which names inputs"
             )
-        layers[where] = [number + 1 for number in ids] if alone or key == OUTPUTS else ids
+        layers[where] = numbers = [number + 1 for number in ids] if alone or key == OUTPUTS else ids
+        if numbers != sorted(set(numbers)) or not 1 <= numbers[0] <= numbers[-1] <= count:
+            raise PipelineError(
+                f"{path}: {where} names the outputs of layers {numbers}, counted from 1: expected different ones in "
+                f"rising order, from 1 to the target's {count}"
+            )
     if len({*map(tuple, layers.values())}) > 1:
         both = "; ".join(f"{where}: {numbers}" for where, numbers in layers.items())
         raise PipelineError(
             f"{path} names other layers at each place (counted from 1, by output: {both}): which ones are meant is not "
             "known. Correct a copy of the file"
         )
-    for where, numbers in layers.items():
-        if numbers != sorted(set(numbers)) or not 1 <= numbers[0] <= numbers[-1] <= count:
-            raise PipelineError(
-                f"{path}: {where} names the outputs of layers {numbers}, counted from 1: expected different ones in "
-                f"rising order, from 1 to the target's {count}"
-            )
     return next(iter(layers.values()), [])
 
 
@@ -221,10 +212,9 @@ def _require_rope(path: Path, theirs: dict[str, Any]) -> None:
             raise PipelineError(f"{path}: {key} is of kind {kind!r}, and only {', '.join(ROPES)} are computed here")
         if part != 1:
             raise PipelineError(f"{path}: {key} turns {part} of a head, and only whole heads are turned here")
-        for name, value in {name: value for name, value in rope.items() if name not in ("type", "rope_type")}.items():
-            positive = type(value) in (int, float) and value > 0
-            if name in ("factor", "rope_theta") and not positive:
-                raise PipelineError(f"{path}: {key} has {name}={value!r}, expected a positive number")
+        for name in ("factor", "rope_theta"):
+            if name in rope and (type(rope[name]) not in (int, float) or rope[name] <= 0):
+                raise PipelineError(f"{path}: {key} has {name}={rope[name]!r}, expected a positive number")
         for name, value in (rope | ({"rope_type": kind} if rope.keys() - {"rope_theta"} else {})).items():
             if name != "type" and said.setdefault(name, value) != value:
                 raise PipelineError(f"{path}: {key} says {name}={value!r}, and {said[name]!r} stands elsewhere")

@@ -171,7 +171,7 @@ def facts(draft: Hydra, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> 
             "here those of the last: only checkpoints of offset 0 can be imported"
         )
     found = facts_of_heads(draft, theirs, names)
-    prefix = any(name.startswith("prefix_embeding_layer.") for name in names)
+    prefix = any(name.startswith(("prefix.", "prefix_embeding_layer.")) for name in names)
     return found and found | {"prefix": (prefix, draft.config.prefix)}
 
 

@@ -68,10 +68,10 @@ def facts(draft: HeadsDraft, theirs: dict[str, Any], names: Mapping[str, Tensor]
     """Heads by what tensors there are: Medusa's released configs say two, and its weights have five. Blocks by the
     config, since a file may hold those once that its authors' code repeats.
     """
-    heads = {at[1] for name in names if (at := re.match(r"(?:medusa_head\.|hydra_mlp\.)?(\d+)\.", name))}
+    heads = {at[1] for name in names if (at := re.match(r"(?:medusa_head\.|hydra_mlp\.|heads\.)?(\d+)\.", name))}
     if not heads:
         return {}
-    own = [name for name in names if re.match(r"hydra_lm_head\.|(medusa_head\.)?\d+\.\d+\.(weight|bias)$", name)]
+    own = [name for name in names if re.match(r"(hydra_)?lm_heads?\.|(medusa_head\.)?\d+\.\d+\.(weight|bias)$", name)]
     stated = {"heads": len(heads), "own_head": bool(own), "head_bias": any(name.endswith(".bias") for name in own)}
     layers = theirs.get("medusa_num_layers", theirs.get("hydra_num_layers"))
     stated |= {} if layers is None else {"blocks": layers}
