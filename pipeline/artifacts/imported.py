@@ -32,29 +32,18 @@ from pipeline.recipe.recipe import Recipe
 HEAD = "lm_head.weight"
 EMBEDDINGS = ("embed_tokens.weight", "input_embed_fn.weight")
 ROTARY = "follows from rope_theta"
-DEFAULT, RECIPES = "this kind's default", "as the recipe says"
 
 
 @dataclass
 class Imported:
     """What became of a checkpoint."""
 
-    kept: int = 0
-    renamed: dict[str, str] = field(default_factory=dict)  # their name -> ours
-    dropped: dict[str, str] = field(default_factory=dict)  # their name -> why
-    made: dict[str, str] = field(default_factory=dict)  # our name -> of what
-    assumed: dict[str, str] = field(default_factory=dict)  # a setting that the file does not give -> what is taken
-    unread: list[str] = field(default_factory=list)  # keys of config.json, false or empty, that nothing here knows
     weights: dict[str, Tensor] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)  # names of theirs
+    lines: list[str] = field(default_factory=list)  # for the user
 
-    def said(self) -> list[str]:
-        lines = [f"kept {self.kept} tensors by their names"]
-        lines += [f"renamed {theirs} -> {ours}" for theirs, ours in self.renamed.items()]
-        lines += [f"made {name}: {what}" for name, what in self.made.items()]
-        lines += [f"dropped {name}: {why}" for name, why in self.dropped.items()]
-        lines += [f"assumed {key}={what}: the file does not say it" for key, what in self.assumed.items()]
-        lines += [f"not read, as false or empty: {', '.join(self.unread)}"] if self.unread else []
-        return list(map(public_text, lines))
+    def note(self, line: str) -> None:
+        self.lines.append(public_text(line))
 
 
 def import_draft(source: Path, recipe: Recipe, name: str, published: dict[str, str] | None = None) -> list[str]:
@@ -76,7 +65,7 @@ def import_draft(source: Path, recipe: Recipe, name: str, published: dict[str, s
         facts |= {"published": published, "imported": imported | {"from": published["repository"]}}
     with exclusive(folder, "import"):
         checkpoint.save(folder, draft, draft.state_dict(), recipe, name, facts)
-    return found.said()
+    return found.lines
 
 
 def converted(
@@ -90,7 +79,7 @@ def converted(
     theirs, files = their_config(source, target), weights_files(source)
     shapes = their_shapes(source, theirs, target, recipe.target.model)
     names = DRAFTS[kind_of(config)].names
-    found = Imported(unread=require_known(source, theirs, names.known(config)))
+    found, unread = Imported(), require_known(source, theirs, names.known(config))
     given = read_weights(files)
     bare = {name.removeprefix("model."): tensor for name, tensor in given.items()}
     ids = ids_of(bare, len(embed_head.embedding_VD))
@@ -107,11 +96,14 @@ def converted(
     for key, (value, ours) in names.read_settings(draft, theirs, bare).items():
         if value is UNSAID:
             is_default = getattr(config, key) == getattr(type(config), key)
-            found.assumed[key] = f"{ours}, {DEFAULT if is_default else RECIPES}"
+            why = "this kind's default" if is_default else "as the recipe says"
+            found.note(f"assumed {key}={ours}, {why}: the file does not say it")
         elif value != ours:
             said.append(f"{key}={value!r}: set draft.{name}.{key} (it is {ours!r})")
     if said:
         raise PipelineError(f"{source} was trained with {'; '.join(said)}")
+    if unread:
+        found.note(f"not read, as false or empty: {', '.join(unread)}")
     if ids is not None and draft.token_ids_U is None:
         raise PipelineError(
             f"{source} has a draft vocabulary of {len(ids)} tokens: set draft.{name}.vocabulary={len(ids)}"
@@ -165,13 +157,17 @@ def _map(
                 raise PipelineError(f"{name} is not the target's {what}: a draft with one of its own has no place here")
             why = f"it is the target's {what}"
         if why:
-            found.dropped[name] = why
+            found.dropped.append(name)
+            found.note(f"dropped {name}: {why}")
         elif ours == "d2t" and ids_U is not None:
-            found.renamed[name], found.weights[IDS] = f"{IDS}: offsets become ids", ids_U
+            found.weights[IDS] = ids_U
+            found.note(f"renamed {name} -> {IDS}: offsets become ids")
         else:
             found.weights[ours] = tensor
-            found.kept += ours == name
-            found.renamed |= {} if ours == name else {name: ours}
+            if ours != name:
+                found.note(f"renamed {name} -> {ours}")
+    kept = [name for name in found.weights if sources.get(name) == name]
+    found.note(f"kept {len(kept)} tensors by their names")
 
 
 def ids_of(theirs: Mapping[str, Tensor], vocabulary: int) -> Tensor | None:
@@ -207,7 +203,8 @@ def _complete(found: Imported, wanted: dict[str, Tensor]) -> None:
     """
     for name in set(wanted) - set(found.weights):
         if name == MASK:
-            found.weights[name], found.made[name] = wanted[name], f"{int(wanted[name])}, as the recipe says"
+            found.weights[name] = wanted[name]
+            found.note(f"made {name}: {int(wanted[name])}, as the recipe says")
         if name.endswith("o_proj.bias") and (other := name.replace("o_proj", "q_proj")) in found.weights:
             found.weights[name] = torch.zeros_like(wanted[name], dtype=found.weights[other].dtype)
-            found.made[name] = "zeros, as the file has none"
+            found.note(f"made {name}: zeros, as the file has none")

@@ -14,7 +14,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -80,13 +80,6 @@ def tried(release: Path) -> dict[str, list[str]]:
             command = f"jakiro export PATH/TO/THIS/FOLDER --to {engine} --out {out}{more}"
             found[version] = [command, *_launch(saved, engine, out)]
     return found
-
-
-def _launch(saved: checkpoint.Saved, engine: str, out: Path) -> list[str]:
-    names, form = _form_of(saved.config, engine)
-    first = [f"pip install {form.plug_in}    # once, into vLLM's environment"] if form.plug_in else []
-    guesses = saved.config.levels if names.is_block else saved.tree.depth  # type: ignore[attr-defined]
-    return [*first, LAUNCH[engine](method_of(saved.config), out, guesses)]
 
 
 def method_of(config: DraftConfig) -> dict[str, Any]:
@@ -167,32 +160,33 @@ def speculation(method: dict[str, Any], draft: Path, guesses: int) -> str:
     return json.dumps({**method, "model": str(draft), "num_speculative_tokens": guesses})
 
 
-def _vllm(method: dict[str, Any], out: Path, depth: int) -> str:
-    return f"vllm serve TARGET --speculative-config {shlex.quote(speculation(method, out, depth))}"
-
-
-def _sglang(method: dict[str, Any], out: Path, depth: int) -> str:
-    a_chain = "" if method["method"] == "dflash" else f"--speculative-num-steps {depth} --speculative-eagle-topk 1 "
-    return (
-        f"python -m sglang.launch_server --model-path TARGET --speculative-algorithm {method['method'].upper()} "
-        f"--speculative-draft-model-path {shlex.quote(str(out))} {a_chain}--speculative-num-draft-tokens {depth + 1}"
-    )
-
-
-def _transformers(_: dict[str, Any], out: Path, __: int) -> str:
-    return (
-        f"tokens = model.generate(**inputs, assistant_model=AutoModel.from_pretrained({str(out)!r}), "
-        'speculation_type="dflash", do_sample=False)'
-    )
-
-
-LAUNCH: dict[str, Callable[[dict[str, Any], Path, int], str]] = {
-    "vllm": _vllm,
-    "sglang": _sglang,
-    GGUF: lambda _, out, depth: (
-        f"llama-server -m TARGET.gguf -md {shlex.quote(str(out / DRAFT_GGUF))} --spec-type draft-eagle3 "
-        f"--spec-draft-n-max {depth}"
+LAUNCH = {
+    "vllm": "vllm serve TARGET --speculative-config {config}",
+    "sglang": (
+        "python -m sglang.launch_server --model-path TARGET --speculative-algorithm {algorithm} "
+        "--speculative-draft-model-path {out} {chain}--speculative-num-draft-tokens {tokens}"
     ),
-    TRANSFORMERS: _transformers,
-    "speculators": lambda _, out, __: f"vllm serve {shlex.quote(str(out))}",
+    GGUF: "llama-server -m TARGET.gguf -md {gguf} --spec-type draft-eagle3 --spec-draft-n-max {guesses}",
+    TRANSFORMERS: (
+        "tokens = model.generate(**inputs, assistant_model=AutoModel.from_pretrained({folder}), "
+        'speculation_type="dflash", do_sample=False)'
+    ),
+    "speculators": "vllm serve {out}",
 }
+
+
+def _launch(saved: checkpoint.Saved, engine: str, out: Path) -> list[str]:
+    names, form = _form_of(saved.config, engine)
+    first = [f"pip install {form.plug_in}    # once, into vLLM's environment"] if form.plug_in else []
+    guesses = saved.config.levels if names.is_block else saved.tree.depth  # type: ignore[attr-defined]
+    line = LAUNCH[engine].format(
+        out=shlex.quote(str(out)),
+        folder=repr(str(out)),
+        gguf=shlex.quote(str(out / DRAFT_GGUF)),
+        config=shlex.quote(speculation(method_of(saved.config), out, guesses)),
+        algorithm=names.method["method"].upper(),
+        chain="" if names.is_block else f"--speculative-num-steps {guesses} --speculative-eagle-topk 1 ",
+        tokens=guesses + 1,
+        guesses=guesses,
+    )
+    return [*first, line]
