@@ -278,8 +278,9 @@ def test_names_in_foreign_files_move_no_cursor(release, tmp_path, capsys):
 
 def print_import(folder: Path) -> None:
     save_file({CURSOR: torch.zeros(1)}, folder / "model.safetensors")
-    imported = Imported(dropped={CURSOR: "nothing here reads it"})
-    print("\n".join(imported.said()))
+    imported = Imported()
+    imported.note(f"dropped {CURSOR}: nothing here reads it")
+    print("\n".join(imported.lines))
     raise PipelineError(f"no place for {CURSOR}")
 
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.imported import IDS, converted
+from pipeline.artifacts.imported import converted
 from pipeline.artifacts.published import download, is_ours
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts import TrainedDraft
 from pipeline.drafts.parts.base import STARTS
 from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.parts.names import IDS
 from pipeline.features.schema import FeatureSpec
 from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import load_config

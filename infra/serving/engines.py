@@ -17,8 +17,7 @@ import httpx2
 from eval.served import counters
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Generation
-from pipeline.serving.export import speculation
-from pipeline.serving.gguf import convert
+from pipeline.serving.export import convert, speculation
 
 PATIENCE = 300.0  # seconds for a server to start, and for an answer
 

@@ -286,11 +286,6 @@ def require_sizes(config: DraftConfig, shapes: dict[str, Any], sizes: dict[str, 
         raise ValueError(f"settings and shapes make {numbers} numbers, far more than the file holds")
 
 
-def _sizes(path: Path) -> dict[str, list[int]]:
-    with safe_open(path, "pt") as tensors:
-        return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
-
-
 def of_any_target(folder: Path, saved: Saved) -> TrainedDraft:
     """`load` without asking for the target. `saved`: what its config.json says."""
     path = folder / WEIGHTS
@@ -298,7 +293,9 @@ def of_any_target(folder: Path, saved: Saved) -> TrainedDraft:
         state = "missing" if not path.exists() else "not the file that config.json describes (SHA-256 differs)"
         raise PipelineError(f"{path} is {state}. Restore it or train again")
     try:
-        require_sizes(saved.config, saved.shapes, _sizes(path))
+        with safe_open(path, "pt") as tensors:
+            sizes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+        require_sizes(saved.config, saved.shapes, sizes)
         draft = build(saved.config, saved.shapes)
         weights = load_file(path)
         draft.load_state_dict(weights)

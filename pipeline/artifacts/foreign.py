@@ -1,63 +1,53 @@
-"""A draft's folder as others write it: what its config.json says, in plain words, and its tensors.
+"""What a draft's config.json says, as others write it.
 
-Guarantees: what is read is what their code computes, or the key that says otherwise is named in an error. Pickled
-weights are read with `weights_only` in a process of its own, within limits that follow from the file's size.
+Guarantees: what is read is what their code computes, or the key that says otherwise is named in an error.
 """
 
-import re
-import signal
-import subprocess
-import sys
-import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
-from transformers import LlamaConfig, MuseGlimmerAssistantConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    MuseGlimmerAssistantConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
+from pipeline.artifacts.unpickle import WEIGHTS, as_object
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import ROOT, read_json
+from pipeline.basics.files import read_json
+from pipeline.drafts.parallel.dflash import MUSE
 from pipeline.drafts.parts.layers import ROPES, SHAPE_FIELDS, shapes_of
-from pipeline.drafts.parts.released import AUXILIARY, LAYER_KEYS, OUTPUTS
+from pipeline.drafts.parts.names import AUXILIARY, GPT_OSS, INPUTS, LAYER_KEYS, OUTPUTS
 from pipeline.lm.attention import FULL, SLIDING, most_positions
 
-WEIGHTS = (
-    *("model.safetensors", "pytorch_model.bin", "model.ckpt"),
-    *("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt"),
-)
-SECONDS, SPEED = 60, 10_000_000  # of CPU time that a pickle may take, and one more for each so many bytes
-PATIENCE = 10  # times as long, by the clock: a disk may be slow
-INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")  # of weights in several files
+ANOTHER = "it was trained for another target"
 NESTED = ("eagle_config", "dflash_config", "transformer_layer_config")
-MUSE = "muse_glimmer_assistant"  # transformers' own DFlash
-GPT_OSS = "gpt_oss"
 FAMILIES = {  # each with its own defaults
     **{"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config},
     MUSE: MuseGlimmerAssistantConfig,
 }
 
-# What a config.json may say, beside what the draft itself reads: nothing of what is computed, or what shapes and
-# tensors say as well.
-SAYS_NOTHING = """
-    _name_or_path architectures attention_dropout auto_map base_model_name_or_path bias bos_token_id
-    chunk_size_feed_forward decoder_start_token_id draft_vocab_size dropout_rate dtype embed_requires_grad
-    enable_sp_ulysses eos_token_id gate_rows has_no_defaults_at_init head_dim hidden_size hidden_state_offset
-    hydra_head_arch hydra_num_heads hydra_num_layers id2label initializer_range intermediate_size label2id
-    length_penalty max_length max_position_embeddings medusa_num_heads medusa_num_layers model_type
-    num_attention_heads num_aux_hidden_states num_beam_groups num_beams num_experts num_experts_per_tok
-    num_hidden_layers num_key_value_heads num_local_experts num_return_sequences output_router_logits pad_token_id
-    parallel_draft_heads_num_layers pretraining_tp problem_type reduced_vocabulary repetition_penalty return_dict
-    rms_norm_eps rope_parameters rope_scaling rope_theta router_aux_loss_coef router_jitter_noise sep_token_id
-    speculators_config speculators_version target_hidden_size temperature tie_word_embeddings tokenizer_class top_k
-    top_p torch_dtype transformers_version ttt_length ttt_steps typical_p use_cache version vocab_size
+# What a config.json may say beside what the draft itself reads: nothing of what is computed (how an answer is drawn),
+# or what shapes and tensors say as well.
+OTHERS = """
+    attention_dropout auto_map base_model_name_or_path bias draft_vocab_size dropout_rate embed_requires_grad
+    enable_sp_ulysses gate_rows has_no_defaults_at_init hidden_state_offset hydra_head_arch hydra_num_heads
+    hydra_num_layers initializer_range medusa_num_heads medusa_num_layers model_type num_aux_hidden_states num_experts
+    num_experts_per_tok num_hidden_layers num_local_experts output_router_logits parallel_draft_heads_num_layers
+    pretraining_tp reduced_vocabulary rope_scaling rope_theta router_aux_loss_coef router_jitter_noise sep_token_id
+    speculators_config speculators_version target_hidden_size tie_word_embeddings tokenizer_class torch_dtype ttt_length
+    ttt_steps version
 """
+SAYS_NOTHING = {*vars(GenerationConfig()), *vars(PretrainedConfig()), *SHAPE_FIELDS, *OTHERS.split()}
 # What may differ beside a nested object and in it.
-APART = {AUXILIARY, *SAYS_NOTHING.split()} - {*SHAPE_FIELDS, "rope_theta", "rope_scaling"} | {"vocab_size"}
+APART = {AUXILIARY} | SAYS_NOTHING - {*SHAPE_FIELDS, "rope_theta", "rope_scaling"} | {"vocab_size"}
 # Key -> the values that are computed here; none: any.
-KNOWN: dict[str, tuple] = dict.fromkeys(SAYS_NOTHING.split(), ()) | {
+KNOWN: dict[str, tuple] = dict.fromkeys(SAYS_NOTHING, ()) | {
     "hidden_act": ("silu", "swish"),
     "hidden_activation": ("silu", "swish"),
     "eagle_decoder_type": ("llama",),
@@ -95,7 +85,7 @@ def their_config(source: Path, target: Any) -> dict[str, Any]:
     """
     path, raw = source / "config.json", raw_config(source)
     theirs: dict[str, Any] = {}
-    for part in (raw, *(_object(f"{path}: {key}", raw.get(key) or {}) for key in NESTED)):
+    for part in (raw, *(as_object(f"{path}: {key}", raw.get(key) or {}) for key in NESTED)):
         for key, value in part.items():
             if key in NESTED or value is None:
                 continue
@@ -109,12 +99,12 @@ def their_config(source: Path, target: Any) -> dict[str, Any]:
     return theirs
 
 
-def require_known(source: Path, theirs: dict[str, Any], more: dict[str, tuple]) -> list[str]:
+def require_known(source: Path, theirs: dict[str, Any], more: Mapping[str, tuple]) -> list[str]:
     """Return the keys that are not known and false or empty: nothing reads them.
 
     Raises PipelineError for what config.json says and neither `KNOWN` nor `more`, the draft's own, has.
     """
-    known, said = KNOWN | more, []
+    known, said = {**KNOWN, **more}, []
     for key, value in theirs.items():
         if key in known and known[key] and value not in known[key]:
             said.append(f"{key}={value!r}, and only {' or '.join(map(repr, known[key]))} is computed here")
@@ -134,14 +124,15 @@ def their_shapes(source: Path, theirs: dict[str, Any], target: Any, name: str) -
 
     Raises PipelineError for another width than the target's.
     """
-    of_target = theirs.get("target_hidden_size", target.hidden_size)
-    if of_target != target.hidden_size:
-        raise PipelineError(
-            f"the checkpoint's target_hidden_size is {of_target}, that of target {name!r} {target.hidden_size}: it was "
-            "trained for another target"
-        )
-    if "hidden_size" not in theirs or theirs.get("model_type") == "medusa":
-        return shapes_of(target)
+    shapes, width = shapes_of(target), target.hidden_size
+    is_own = "hidden_size" in theirs and theirs.get("model_type") != "medusa"
+    for key in ("target_hidden_size", "hidden_size") if is_own else ("target_hidden_size",):
+        if (size := theirs.get(key, width)) != width:
+            is_narrow = key == "hidden_size" and "target_hidden_size" in theirs
+            why = "a draft that is narrower than its target has no place here" if is_narrow else ANOTHER
+            raise PipelineError(f"the checkpoint's {key} is {size}, that of target {name!r} {width}: {why}")
+    if not is_own:
+        return shapes
     family = FAMILIES.get(theirs.get("model_type", "llama"))
     if family is None:
         raise PipelineError(
@@ -150,27 +141,9 @@ def their_shapes(source: Path, theirs: dict[str, Any], target: Any, name: str) -
         )
     known = {key: theirs[key] for key in (*SHAPE_FIELDS, "rope_theta", "rope_scaling") if key in theirs}
     try:
-        shapes = shapes_of(family(**known))
+        return shapes_of(family(**known)) | {key: shapes[key] for key in ("vocab_size", "target_layers")}
     except (StrictDataclassError, AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise PipelineError(f"{source / 'config.json'} makes no layer: {' '.join(str(error).split())}") from None
-    shapes |= {"vocab_size": target.vocab_size, "target_layers": target.num_hidden_layers}
-    if "target_hidden_size" in theirs and shapes["hidden_size"] != target.hidden_size:
-        raise PipelineError(
-            f"the checkpoint's hidden_size is {shapes['hidden_size']}, its target's {target.hidden_size}: a draft that "
-            "is narrower than its target has no place here"
-        )
-    if shapes["hidden_size"] != target.hidden_size:
-        raise PipelineError(
-            f"the checkpoint's hidden_size is {shapes['hidden_size']}, that of target {name!r} {target.hidden_size}: "
-            "it was trained for another target"
-        )
-    return shapes
-
-
-def _object(where: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise PipelineError(f"{where} holds a {type(value).__name__}, expected an object")
-    return value
 
 
 def _require_kinds(path: Path, theirs: dict[str, Any]) -> None:
@@ -189,12 +162,6 @@ def _require_kinds(path: Path, theirs: dict[str, Any]) -> None:
             raise PipelineError(f"{path}: {key}={value!r}, expected a list of names")
 
 
-def _numbers(path: Path, key: str, value: Any) -> list[int]:
-    if not isinstance(value, list) or not all(type(number) is int for number in value):
-        raise PipelineError(f"{path}: {key}={value!r}, expected numbers of layers")
-    return value
-
-
 def _layers(path: Path, raw: dict[str, Any], target: Any) -> list[int]:
     """Return the layers that the file names, counted as ours; none where it names none.
 
@@ -204,43 +171,40 @@ def _layers(path: Path, raw: dict[str, Any], target: Any) -> list[int]:
 
     Raises PipelineError where two places differ, where a place leaves it open, and for ids that are no layers.
     """
-    count = target.num_hidden_layers
-    stated: dict[str, tuple[str, list[int], bool]] = {}
-    layers: dict[str, list[int]] = {}
-    for place in ("", *NESTED):
-        part = raw if not place else raw.get(place) or {}
-        for key in LAYER_KEYS:
-            if ids := _numbers(path, key, part.get(key) or []):
-                stated[f"{place}.{key}".lstrip(".")] = (key, ids, bool(place))
-    inputs = [ids for key, ids, nested in stated.values() if key != OUTPUTS and not (nested and key == AUXILIARY)]
-    for where, (key, ids, nested) in stated.items():
-        alone = nested and key == AUXILIARY and ids not in inputs and count not in ids
+    count, layers = target.num_hidden_layers, {}
+    parts = {"": raw} | {place: raw[place] for place in NESTED if raw.get(place)}
+    stated = {(place, key): part[key] for place, part in parts.items() for key in LAYER_KEYS if part.get(key)}
+    inputs = [ids for (place, key), ids in stated.items() if key == INPUTS or (key == AUXILIARY and not place)]
+    for (place, key), ids in stated.items():
+        where = f"{place}.{key}".lstrip(".")
+        if not isinstance(ids, list) or not all(type(number) is int for number in ids):
+            raise PipelineError(f"{path}: {key}={ids!r}, expected numbers of layers")
+        alone = place and key == AUXILIARY and ids not in inputs and count not in ids
         if alone and target.model_type == GPT_OSS:
             raise PipelineError(
                 f"{path}: {where}={ids}: of gpt-oss' layers, SGLang takes such ids for those whose outputs are read "
                 f"before its pull request 32334, and since then whose inputs are. Write {AUXILIARY} at the top of a "
                 "copy of the file, which names inputs"
             )
-        layers[where] = [number + 1 for number in ids] if alone or key == OUTPUTS else ids
+        layers[where] = numbers = [number + 1 for number in ids] if alone or key == OUTPUTS else ids
+        if numbers != sorted(set(numbers)) or not 1 <= numbers[0] <= numbers[-1] <= count:
+            raise PipelineError(
+                f"{path}: {where} names the outputs of layers {numbers}, counted from 1: expected different ones in "
+                f"rising order, from 1 to the target's {count}"
+            )
     if len({*map(tuple, layers.values())}) > 1:
         both = "; ".join(f"{where}: {numbers}" for where, numbers in layers.items())
         raise PipelineError(
             f"{path} names other layers at each place (counted from 1, by output: {both}): which ones are meant is not "
             "known. Correct a copy of the file"
         )
-    for where, numbers in layers.items():
-        if numbers != sorted(set(numbers)) or not 1 <= numbers[0] <= numbers[-1] <= count:
-            raise PipelineError(
-                f"{path}: {where} names the outputs of layers {numbers}, counted from 1: expected different ones in "
-                f"rising order, from 1 to the target's {count}"
-            )
     return next(iter(layers.values()), [])
 
 
 def _require_rope(path: Path, theirs: dict[str, Any]) -> None:
     said = {"rope_theta": theirs["rope_theta"]} if "rope_theta" in theirs else {}
     for key in ("rope_scaling", "rope_parameters"):
-        rope = _object(f"{path}: {key}", theirs.get(key) or {})
+        rope = as_object(f"{path}: {key}", theirs.get(key) or {})
         kind, part = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor", 1)
         if any(isinstance(value, dict) for value in rope.values()):
             raise PipelineError(f"{path}: {key} is given by kind of layer, and a draft here has one RoPE")
@@ -248,10 +212,9 @@ def _require_rope(path: Path, theirs: dict[str, Any]) -> None:
             raise PipelineError(f"{path}: {key} is of kind {kind!r}, and only {', '.join(ROPES)} are computed here")
         if part != 1:
             raise PipelineError(f"{path}: {key} turns {part} of a head, and only whole heads are turned here")
-        for name, value in {name: value for name, value in rope.items() if name not in ("type", "rope_type")}.items():
-            positive = type(value) in (int, float) and value > 0
-            if name in ("factor", "rope_theta") and not positive:
-                raise PipelineError(f"{path}: {key} has {name}={value!r}, expected a positive number")
+        for name in ("factor", "rope_theta"):
+            if name in rope and (type(rope[name]) not in (int, float) or rope[name] <= 0):
+                raise PipelineError(f"{path}: {key} has {name}={rope[name]!r}, expected a positive number")
         for name, value in (rope | ({"rope_type": kind} if rope.keys() - {"rope_theta"} else {})).items():
             if name != "type" and said.setdefault(name, value) != value:
                 raise PipelineError(f"{path}: {key} says {name}={value!r}, and {said[name]!r} stands elsewhere")
@@ -272,76 +235,3 @@ def _settle_window(path: Path, theirs: dict[str, Any], positions: int) -> None:
         if type(window) is not int or window < 1:
             raise PipelineError(f"{path}: a {SLIDING} layer with sliding_window={window!r}, expected a positive number")
         theirs |= {"layer_types": [SLIDING]} | ({"sliding_window": window} if window < positions else {})
-
-
-# -- weights ----------------------------------------------------------------------------------------------------------
-
-
-def weights_files(source: Path) -> list[Path]:
-    """One, or several that an index lists. Raises PipelineError where they are not there."""
-    found = [source / name for name in WEIGHTS if (source / name).is_file()]
-    files = found[:1] or [source / name for name in shards(source)]
-    if not files:
-        raise PipelineError(f"{source} holds none of {', '.join((*WEIGHTS, *INDICES))}")
-    if missing := [file.name for file in files if not file.is_file()]:
-        raise PipelineError(f"{source} holds no {missing[0]}, which its index lists: fetch the whole folder")
-    return files
-
-
-def shards(source: Path) -> list[str]:
-    """The names that an index of weights lists, if there is one. Raises PipelineError for names of other places."""
-    for name in INDICES:
-        if (path := source / name).is_file():
-            listed = _object(f"{path}: weight_map", read_json(path).get("weight_map"))
-            names = sorted({str(file) for file in listed.values()})
-            if odd := [file for file in names if not re.fullmatch(r"\w[\w.-]*\.(safetensors|bin)", file)]:
-                raise PipelineError(f"{path} lists {odd[0]!r}: expected names of files beside it")
-            return names
-    return []
-
-
-def read_weights(files: list[Path]) -> dict[str, Tensor]:
-    """Raises PipelineError where they cannot be read."""
-    found: dict[str, Tensor] = {}
-    for file in files:
-        more = _read(file)
-        if twice := sorted(set(found) & set(more)):
-            raise PipelineError(f"{file} holds {twice[0]}, which another file of its index holds, too")
-        found |= more
-    return found
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        with tempfile.TemporaryDirectory() as folder:
-            converted = Path(folder) / "model.safetensors"
-            _unpickle(path.resolve(), converted)
-            return load_file(converted)
-    except SafetensorError as error:
-        raise PipelineError(f"{path} cannot be read: {error}") from None
-
-
-def _unpickle(path: Path, converted: Path) -> None:
-    """Raises PipelineError where the file does not hold weights alone, or asks for more than weights of its size do."""
-    seconds = SECONDS + path.stat().st_size // SPEED
-    command = [sys.executable, "-m", "pipeline.artifacts.unpickle", str(path), str(converted), str(seconds)]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", check=False, cwd=ROOT, timeout=PATIENCE * seconds
-        )
-    except subprocess.TimeoutExpired:
-        reason = f"it took more than {PATIENCE * seconds} seconds, far more than weights of its size do"
-    else:
-        if not done.returncode:
-            return
-        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        if done.returncode == -signal.SIGXCPU:
-            reason = f"it took more than {seconds} seconds of CPU time, far more than weights of its size do"
-        elif done.returncode < 0:
-            reason = (
-                f"the process that read it was ended by {signal.Signals(-done.returncode).name}: it is damaged, made "
-                "to harm, or this machine is short of memory"
-            )
-    raise PipelineError(f"{path} cannot be read as weights alone: {reason}")

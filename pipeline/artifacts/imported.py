@@ -7,7 +7,8 @@ What its config says of the computation is what the draft computes, or an error 
 say, and the recipe does, is in the list.
 """
 
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,40 +17,33 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.foreign import read_weights, require_known, their_config, their_shapes, weights_files
+from pipeline.artifacts.foreign import require_known, their_config, their_shapes
+from pipeline.artifacts.unpickle import read_weights, weights_files
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, sha256
 from pipeline.basics.public import public_text
-from pipeline.drafts import DRAFTS, DraftConfig, TrainedDraft, build, kind_of, parameter_count
+from pipeline.drafts import DRAFTS, TrainedDraft, build, kind_of, parameter_count
 from pipeline.drafts.parallel.mask import MASK
-from pipeline.drafts.parts.released import UNSAID, Facts
+from pipeline.drafts.parts.names import IDS, UNSAID
 from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import load_config, load_embed_head
 from pipeline.recipe.recipe import Recipe
 
-IDS, HEAD = "draft_token_ids", "lm_head.weight"
+HEAD = "lm_head.weight"
+EMBEDDINGS = ("embed_tokens.weight", "input_embed_fn.weight")
+ROTARY = "follows from rope_theta"
 
 
 @dataclass
 class Imported:
     """What became of a checkpoint."""
 
-    kept: int = 0
-    renamed: dict[str, str] = field(default_factory=dict)  # their name -> ours
-    dropped: dict[str, str] = field(default_factory=dict)  # their name -> why
-    made: dict[str, str] = field(default_factory=dict)  # our name -> of what
-    assumed: dict[str, str] = field(default_factory=dict)  # a setting that the file does not give -> what is taken
-    unread: list[str] = field(default_factory=list)  # keys of config.json, false or empty, that nothing here knows
     weights: dict[str, Tensor] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)  # names of theirs
+    lines: list[str] = field(default_factory=list)  # for the user
 
-    def said(self) -> list[str]:
-        lines = [f"kept {self.kept} tensors by their names"]
-        lines += [f"renamed {theirs} -> {ours}" for theirs, ours in self.renamed.items()]
-        lines += [f"made {name}: {what}" for name, what in self.made.items()]
-        lines += [f"dropped {name}: {why}" for name, why in self.dropped.items()]
-        lines += [f"assumed {key}={what}: the file does not say it" for key, what in self.assumed.items()]
-        lines += [f"not read, as false or empty: {', '.join(self.unread)}"] if self.unread else []
-        return list(map(public_text, lines))
+    def note(self, line: str) -> None:
+        self.lines.append(public_text(line))
 
 
 def import_draft(source: Path, recipe: Recipe, name: str, published: dict[str, str] | None = None) -> list[str]:
@@ -71,7 +65,7 @@ def import_draft(source: Path, recipe: Recipe, name: str, published: dict[str, s
         facts |= {"published": published, "imported": imported | {"from": published["repository"]}}
     with exclusive(folder, "import"):
         checkpoint.save(folder, draft, draft.state_dict(), recipe, name, facts)
-    return found.said()
+    return found.lines
 
 
 def converted(
@@ -84,109 +78,123 @@ def converted(
     config, target = recipe.draft[name], load_config(recipe.target)
     theirs, files = their_config(source, target), weights_files(source)
     shapes = their_shapes(source, theirs, target, recipe.target.model)
-    layout = DRAFTS[kind_of(config)].released
-    unread = require_known(source, theirs, layout.keys)
-    found = mapped(read_weights(files), layout.names, embed_head.embedding_VD)
+    names = DRAFTS[kind_of(config)].names
+    found, unread = Imported(), require_known(source, theirs, names.known(config))
+    given = read_weights(files)
+    bare = {name.removeprefix("model."): tensor for name, tensor in given.items()}
+    ids = ids_of(bare, len(embed_head.embedding_VD))
     if any_vocabulary and "vocabulary" in config.to_json():
-        own: dict[str, Any] = {"vocabulary": len(found.weights[IDS]) if IDS in found.weights else None}
+        own: dict[str, Any] = {"vocabulary": None if ids is None else len(ids)}
         config = replace(config, **own)
     try:
-        checkpoint.require_sizes(config, shapes, {name: list(tensor.shape) for name, tensor in found.weights.items()})
+        checkpoint.require_sizes(config, shapes, {name: list(tensor.shape) for name, tensor in given.items()})
         draft = build(config, shapes)
     except checkpoint.UNBUILDABLE as error:
         raise PipelineError(f"{source / 'config.json'} makes no draft.{name}: {' '.join(str(error).split())}") from None
     draft.name = name
-    wanted = draft.state_dict()
-    _complete(found, wanted)
-    if HEAD in found.weights and HEAD not in wanted:
-        _drop_head(found, embed_head.head.linear.weight)
-    stated = layout.facts(draft, theirs, found.weights)
-    found.unread, found.assumed = unread, _assumed(config, stated)
-    odd = {key: pair for key, pair in stated.items() if pair[0] is not UNSAID and pair[0] != pair[1]}
-    if said := [f"{key}={value!r}: set draft.{name}.{key} (it is {ours!r})" for key, (value, ours) in odd.items()]:
+    said = []
+    for key, (value, ours) in names.read_settings(draft, theirs, bare).items():
+        if value is UNSAID:
+            is_default = getattr(config, key) == getattr(type(config), key)
+            why = "this kind's default" if is_default else "as the recipe says"
+            found.note(f"assumed {key}={ours}, {why}: the file does not say it")
+        elif value != ours:
+            said.append(f"{key}={value!r}: set draft.{name}.{key} (it is {ours!r})")
+    if said:
         raise PipelineError(f"{source} was trained with {'; '.join(said)}")
-    if IDS in found.weights and IDS not in wanted:
-        size = len(found.weights[IDS])
-        raise PipelineError(f"{source} has a draft vocabulary of {size} tokens: set draft.{name}.vocabulary={size}")
-    _require_fit(source, name, found.weights, wanted)
+    if unread:
+        found.note(f"not read, as false or empty: {', '.join(unread)}")
+    if ids is not None and draft.token_ids_U is None:
+        raise PipelineError(
+            f"{source} has a draft vocabulary of {len(ids)} tokens: set draft.{name}.vocabulary={len(ids)}"
+        )
+    _map(found, given, names.table(draft, bare), names.unread, ids, embed_head)
+    _complete(found, draft.state_dict())
     dtypes = {x.dtype for x in found.weights.values() if x.is_floating_point()}
     if len(dtypes) > 1:
         raise PipelineError(f"{source} mixes {', '.join(sorted(map(str, dtypes)))}: save it in one dtype")
-    draft.to(*dtypes).load_state_dict(found.weights)  # type: ignore[call-overload]
+    try:
+        draft.to(*dtypes).load_state_dict(found.weights)  # type: ignore[call-overload]
+    except RuntimeError as error:
+        raise PipelineError(
+            f"{source} does not fit draft.{name}: {' '.join(str(error).split())} Set the draft's keys as it was "
+            "trained (fc_bias, vocabulary, mlp_width, expert_width, experts, contrast, frame); biases of q, k, v on "
+            "EAGLE's frame and experts that are no SwiGLU have no place in any"
+        ) from None
     sums = ", ".join(map(sha256, files))
     return draft, found, {"from": source.name, "sha256": sums, "dropped": sorted(found.dropped)}
 
 
-def mapped(
-    theirs: dict[str, Tensor], renamed: Callable[[Collection[str]], dict[str, str | None]], embedding_VD: Tensor
-) -> Imported:
-    """Their tensors under our names. Raises PipelineError for another embedding than the target's."""
-    found, ids, marked, vocabulary = Imported(), None, None, len(embedding_VD)
+def _map(
+    found: Imported,
+    theirs: Mapping[str, Tensor],
+    table: Mapping[str, str],
+    unread: str,
+    ids_U: Tensor | None,
+    embed_head: EmbeddingAndHead,
+) -> None:
+    """Takes in their tensors under our names. A target's embedding and head are so up to rounding to half precision.
+
+    Raises PipelineError for another embedding or head than the target's, and for two tensors of one name that differ.
+    """
     sources: dict[str, str] = {}  # our name -> theirs
-    bare = {name: name.removeprefix("model.") for name in theirs}
-    names = renamed(bare.values())
+    head = embed_head.head.linear.weight
+    targets = dict.fromkeys(EMBEDDINGS, ("embedding", embed_head.embedding_VD))
+    targets |= {} if HEAD in table.values() else {HEAD: ("head", head if ids_U is None else head[ids_U])}
+    reasons = {unread: "nothing here reads it", "t2d$": "follows from d2t", r".*rotary_emb\.inv_freq$": ROTARY}
+    reasons |= {"d2t$": "every token of the target is one of the draft's"} if ids_U is None else {}
     for name, tensor in theirs.items():
-        ours = names[bare[name]]
-        if ours is not None and (other := sources.setdefault(ours, name)) != name:
+        bare = name.removeprefix("model.")
+        ours = table.get(bare, bare)
+        why = next((reason for pattern, reason in reasons.items() if re.match(pattern, bare)), None)
+        if (other := sources.setdefault(ours, name)) != name:
             if theirs[other].dtype != tensor.dtype or not torch.equal(theirs[other], tensor):
                 raise PipelineError(f"{other} and {name} are both {ours}, and differ: which one is meant is not known")
-            found.dropped[name] = f"the same as {other}"
-        elif ours is None:
-            found.dropped[name] = "nothing here reads it"
-        elif ours == "d2t":
-            ids = tensor.reshape(-1).long() + torch.arange(tensor.numel())
-            _require_ids(name, ids, vocabulary)
-            if torch.equal(ids, torch.arange(vocabulary)):
-                found.dropped[name] = "every token of the target is one of the draft's"
-            else:
-                found.renamed[name], found.weights[IDS] = f"{IDS}: offsets become ids", ids
-        elif ours == "t2d":
-            marked = tensor.reshape(-1).bool().nonzero()[:, 0]
-            found.dropped[name] = "follows from d2t"
-        elif ours == "embed_tokens.weight":
-            _require_same(name, tensor, embedding_VD, "embedding")
-            found.dropped[name] = "it is the target's embedding"
-        elif ours.endswith("rotary_emb.inv_freq"):
-            found.dropped[name] = "follows from rope_theta"
+            why = f"the same as {other}"
+        elif ours in targets:
+            what, own = targets[ours]
+            if tensor.shape != own.shape or not torch.allclose(tensor.float(), own.float(), rtol=2**-7, atol=1e-3):
+                raise PipelineError(f"{name} is not the target's {what}: a draft with one of its own has no place here")
+            why = f"it is the target's {what}"
+        if why:
+            found.dropped.append(name)
+            found.note(f"dropped {name}: {why}")
+        elif ours == "d2t" and ids_U is not None:
+            found.weights[IDS] = ids_U
+            found.note(f"renamed {name} -> {IDS}: offsets become ids")
         else:
-            if ours == IDS:
-                _require_ids(name, tensor.reshape(-1), vocabulary)
             found.weights[ours] = tensor
-            if ours == name:
-                found.kept += 1
-            else:
-                found.renamed[name] = ours
-    if marked is not None:
-        own = torch.arange(vocabulary) if ids is None else ids.sort().values
-        if not torch.equal(marked, own):
-            other = f"d2t {len(own)} others" if ids is not None else "there is no d2t"
-            raise PipelineError(f"t2d names {len(marked)} tokens, but {other}: which tokens the draft has is not known")
-    return found
+            if ours != name:
+                found.note(f"renamed {name} -> {ours}")
+    kept = [name for name in found.weights if sources.get(name) == name]
+    found.note(f"kept {len(kept)} tensors by their names")
 
 
-def _require_ids(name: str, ids_U: Tensor, vocabulary: int) -> None:
-    """Raises PipelineError for ids that the target has not, for two draft tokens of one id, and for ids that do not
-    ascend, as a search of them does not find them.
+def ids_of(theirs: Mapping[str, Tensor], vocabulary: int) -> Tensor | None:
+    """Return the target's ids that a reduced vocabulary stands for; None where it is the whole one.
+
+    Raises PipelineError for ids that the target has not, that do not ascend, as a search of them does not find them,
+    and where `t2d` says otherwise.
     """
-    if len(odd := ids_U[(ids_U < 0) | (ids_U >= vocabulary)]):
-        raise PipelineError(f"{name} leads to token {int(odd[0])}, but the target has {vocabulary}")
-    several, counts = ids_U.unique(return_counts=True)
-    if len(twice := several[counts > 1]):
-        raise PipelineError(f"{name} leads to token {int(twice[0])} more than once")
-    if len(place := (ids_U.diff() < 0).nonzero()):
-        before, after = ids_U[place[0, 0] :][:2].tolist()
-        raise PipelineError(
-            f"{name} leads to token {before} and then to {after}, expected ascending ones: sort them in a copy of the "
-            "file, and the head's rows with them"
-        )
-
-
-def _assumed(config: DraftConfig, stated: Facts) -> dict[str, str]:
-    """Return what is taken for settings that the file does not give, and why."""
-    unsaid = {key: ours for key, (value, ours) in stated.items() if value is UNSAID}
-    defaults = {key for key in unsaid if getattr(config, key) == getattr(type(config), key)}
-    why = {key: "this kind's default" if key in defaults else "as the recipe says" for key in unsaid}
-    return {key: f"{ours}, {why[key]}" for key, ours in unsaid.items()}
+    ids, every = theirs.get(IDS), torch.arange(vocabulary)
+    stated = {} if ids is None else {IDS: ids.reshape(-1)}
+    if (offsets := theirs.get("d2t")) is not None:
+        stated["d2t"] = ids = offsets.reshape(-1).long() + torch.arange(offsets.numel())
+    for name, ids_U in stated.items():
+        if len(odd := ids_U[(ids_U < 0) | (ids_U >= vocabulary)]):
+            raise PipelineError(f"{name} leads to token {int(odd[0])}, but the target has {vocabulary}")
+        if len(places := (ids_U.diff() <= 0).nonzero()):
+            before, after = ids_U[places[0, 0] :][:2].tolist()
+            raise PipelineError(
+                f"{name} leads to token {before} and then to {after}, expected ascending ones: sort them in a copy of "
+                "the file, and the head's rows with them"
+            )
+    if (marks := theirs.get("t2d")) is not None:
+        marked = marks.reshape(-1).bool().nonzero()[:, 0]
+        if not torch.equal(marked, every if ids is None else ids):
+            other = f"d2t {len(ids)} others" if ids is not None else "there is no d2t"
+            raise PipelineError(f"t2d names {len(marked)} tokens, but {other}: which tokens the draft has is not known")
+    return None if ids is None or ("d2t" in stated and torch.equal(ids, every)) else ids
 
 
 def _complete(found: Imported, wanted: dict[str, Tensor]) -> None:
@@ -195,35 +203,8 @@ def _complete(found: Imported, wanted: dict[str, Tensor]) -> None:
     """
     for name in set(wanted) - set(found.weights):
         if name == MASK:
-            found.weights[name], found.made[name] = wanted[name], f"{int(wanted[name])}, as the recipe says"
+            found.weights[name] = wanted[name]
+            found.note(f"made {name}: {int(wanted[name])}, as the recipe says")
         if name.endswith("o_proj.bias") and (other := name.replace("o_proj", "q_proj")) in found.weights:
             found.weights[name] = torch.zeros_like(wanted[name], dtype=found.weights[other].dtype)
-            found.made[name] = "zeros, as the file has none"
-
-
-def _drop_head(found: Imported, head_VD: Tensor) -> None:
-    """Of a draft that guesses with the target's."""
-    tensor, ids = found.weights.pop(HEAD), found.weights.get(IDS)
-    _require_same(HEAD, tensor, head_VD if ids is None else head_VD[ids], "head")
-    found.dropped[HEAD], found.kept = "it is the target's head", found.kept - 1
-
-
-def _require_same(name: str, tensor: Tensor, ours: Tensor, what: str) -> None:
-    """Raises PipelineError where it is not the target's, up to rounding to half precision."""
-    if tensor.shape != ours.shape or not torch.allclose(tensor.float(), ours.float(), rtol=2**-7, atol=1e-3):
-        raise PipelineError(f"{name} is not the target's {what}: a draft with one of its own has no place here")
-
-
-def _require_fit(source: Path, name: str, got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """Raises PipelineError that names tensors without a place, missing ones and ones of other shapes."""
-    unknown, missing = sorted(set(got) - set(wanted)), sorted(set(wanted) - set(got))
-    both = [(key, list(got[key].shape), list(wanted[key].shape)) for key in wanted if key in got]
-    said = [f"no place for {', '.join(unknown)}"] if unknown else []
-    said += [f"{', '.join(missing)} missing"] if missing else []
-    said += [f"{key} is {mine}, expected {ours}" for key, mine, ours in both if mine != ours]
-    if said:
-        raise PipelineError(
-            f"{source} does not fit draft.{name}: {'; '.join(said)}. Set the draft's keys as it was trained (fc_bias, "
-            "vocabulary, mlp_width, expert_width, experts, contrast, frame); biases of q, k, v on EAGLE's frame and "
-            "experts that are no SwiGLU have no place in any"
-        )
+            found.note(f"made {name}: zeros, as the file has none")

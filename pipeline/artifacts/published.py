@@ -12,9 +12,10 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.foreign import WEIGHTS, raw_config, shards
+from pipeline.artifacts.foreign import raw_config
 from pipeline.artifacts.imported import import_draft
 from pipeline.artifacts.reports import ROWS, published_rows, write_rows
+from pipeline.artifacts.unpickle import WEIGHTS, shards
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive
 from pipeline.drafts import parameter_count

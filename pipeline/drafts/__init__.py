@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from pipeline.basics.parse import from_json
 from pipeline.decoding.contract import Source
-from pipeline.drafts import eagle, eagle3, gumiho, hydra, jakiro
+from pipeline.drafts import eagle, eagle3, gumiho, hydra, jakiro, small_model
 from pipeline.drafts.eagle import Eagle, EagleConfig
 from pipeline.drafts.eagle3 import Eagle3, Eagle3Config
 from pipeline.drafts.gumiho import Gumiho, GumihoConfig
@@ -20,8 +20,8 @@ from pipeline.drafts.parallel.medusa import Medusa, MedusaConfig
 from pipeline.drafts.parallel.p_eagle import PEagle, PEagleConfig, PEagleObjective
 from pipeline.drafts.parts.base import DraftConfig
 from pipeline.drafts.parts.module import DraftModule, TrainedDraft
+from pipeline.drafts.parts.names import Names
 from pipeline.drafts.parts.objective import Objective
-from pipeline.drafts.parts.released import Released
 from pipeline.drafts.skipper import Skipper, SkipperConfig, SkipperObjective
 from pipeline.drafts.small_model import SmallLlama, SmallLlamaConfig, SmallModel, SmallModelConfig
 
@@ -32,24 +32,24 @@ class Kind(NamedTuple):
     config: type[DraftConfig]
     make: Callable[..., Any]
     objective: type[Objective] = Objective
-    released: Released = Released()
+    names: Names = Names()
 
 
 # By the `kind` of their settings and, where that has several frames, the frame.
 DRAFTS: dict[str, Kind] = {
-    "dflash": Kind(DFlashConfig, DFlash, BlockObjective, dflash.RELEASED),
-    "dspark": Kind(DSparkConfig, DSpark, BlockObjective, dspark.RELEASED),
-    "eagle": Kind(EagleConfig, Eagle, released=eagle.RELEASED),
-    "eagle3": Kind(Eagle3Config, Eagle3, released=eagle3.RELEASED),
-    "gumiho": Kind(GumihoConfig, Gumiho, released=gumiho.RELEASED),
-    "hydra": Kind(HydraConfig, Hydra, released=hydra.RELEASED),
-    "jakiro": Kind(JakiroConfig, Jakiro, ExpertsObjective, jakiro.RELEASED),
-    "jakiro on eagle-3": Kind(JakiroOnEagle3Config, JakiroOnEagle3, ExpertsObjective, jakiro.RELEASED_ON_EAGLE3),
-    "medusa": Kind(MedusaConfig, Medusa, released=medusa.RELEASED),
-    "p-eagle": Kind(PEagleConfig, PEagle, PEagleObjective, p_eagle.RELEASED),
+    "dflash": Kind(DFlashConfig, DFlash, BlockObjective, dflash.NAMES),
+    "dspark": Kind(DSparkConfig, DSpark, BlockObjective, dspark.NAMES),
+    "eagle": Kind(EagleConfig, Eagle, names=eagle.NAMES),
+    "eagle3": Kind(Eagle3Config, Eagle3, names=eagle3.NAMES),
+    "gumiho": Kind(GumihoConfig, Gumiho, names=gumiho.NAMES),
+    "hydra": Kind(HydraConfig, Hydra, names=hydra.NAMES),
+    "jakiro": Kind(JakiroConfig, Jakiro, ExpertsObjective, jakiro.NAMES),
+    "jakiro on eagle-3": Kind(JakiroOnEagle3Config, JakiroOnEagle3, ExpertsObjective, jakiro.NAMES_ON_EAGLE3),
+    "medusa": Kind(MedusaConfig, Medusa, names=medusa.NAMES),
+    "p-eagle": Kind(PEagleConfig, PEagle, PEagleObjective, p_eagle.NAMES),
     "prompt-lookup": Kind(PromptLookupConfig, PromptLookup),
     "skipper": Kind(SkipperConfig, Skipper, SkipperObjective),
-    "small-llama": Kind(SmallLlamaConfig, SmallLlama),
+    "small-llama": Kind(SmallLlamaConfig, SmallLlama, names=small_model.NAMES),
     "small-model": Kind(SmallModelConfig, SmallModel),
 }
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from pipeline.drafts.parts.base import DenseConfig, ScaledConfig
 from pipeline.drafts.parts.layers import AttentionBlock
-from pipeline.drafts.parts.one_layer import WINDOW, Dense, OneLayer, OneLayerConfig, window_facts
-from pipeline.drafts.parts.released import Released
+from pipeline.drafts.parts.names import IDS, Export, Form, Names, llama_of
+from pipeline.drafts.parts.one_layer import Dense, OneLayer, OneLayerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,4 +60,30 @@ class Eagle(Dense, EagleFrame):
     config: EagleConfig
 
 
-RELEASED = Released(facts=window_facts, keys=WINDOW)
+# -- what others call it -----------------------------------------------------------------------------------------------
+
+NO_BIAS = {"fc_bias": "vLLM has no bias there; train with fc_bias=false, or export to sglang"}
+
+
+def engine_config(draft: EagleFrame, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
+    """Return vLLM's or SGLang's config; the embedding's scale goes into fc."""
+    config, width, fc = draft.config, draft.shapes["hidden_size"], weights["fc.weight"]
+    if config.embedding_scale != 1.0:
+        scaled = fc[:, :width].float() * config.embedding_scale
+        weights["fc.weight"] = torch.cat([scaled.to(fc.dtype), fc[:, width:]], dim=1)
+    if export.engine == "sglang":  # which would leave a missing bias random
+        weights.setdefault("fc.bias", torch.zeros(width, dtype=fc.dtype))
+    # vLLM counts its layers behind the target's, and looks them up in `layer_types` less this number.
+    more = {"target_layer_count": draft.shapes["target_layers"]} if config.window else {}
+    return {"architectures": [export.architecture]} | llama_of(draft, weights) | more
+
+
+NAMES = Names(
+    forms={
+        "vllm": Form(architecture="LlamaForCausalLM", lacks=NO_BIAS),
+        "sglang": Form(architecture="LlamaForCausalLMEagle", lacks={"window": ""}),
+    },
+    engine_config=engine_config,
+    method={"method": "eagle"},
+    not_exported=(IDS,),  # engines guess with the target's whole head
+)

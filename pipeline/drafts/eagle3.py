@@ -10,19 +10,19 @@ next feature (`norm_output`). What others publish beside: one norm for the three
 biases of the attention, norms of its queries and keys. Tensor names are those that engines read.
 """
 
-import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from pipeline.basics.errors import PipelineError
 from pipeline.drafts.parts.base import DenseConfig, FusedConfig
 from pipeline.drafts.parts.layers import AttentionBlock, norm
 from pipeline.drafts.parts.losses import OwnHead, Term
-from pipeline.drafts.parts.one_layer import WINDOW, Dense, OneLayer, OneLayerConfig, window_facts
-from pipeline.drafts.parts.released import AUXILIARY, UNSAID, Facts, Names, Released
+from pipeline.drafts.parts.names import AUXILIARY, GPT_OSS, IDS, UNSAID, Export, Facts, Form, Names, llama_of
+from pipeline.drafts.parts.one_layer import Dense, OneLayer, OneLayerConfig
 
 DECAY = 0.8  # of a loss's weight, for each forward, or depth, before it
 
@@ -141,14 +141,66 @@ class Eagle3(Dense, Eagle3Frame):
     config: Eagle3Config
 
 
-# -- checkpoints that others released ----------------------------------------------------------------------------------
+# -- what others call it -----------------------------------------------------------------------------------------------
+
+FUSED = 3  # layers whose outputs engines fuse
+FLAGS = ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc")
+NO_3_1 = "llama.cpp has no EAGLE-3.1; train without, or use vllm"
+OF_LAYER = dict.fromkeys(("attention_bias", "qk_norm", "window"), "")
 
 
-def released_names(names: Collection[str]) -> Names:
-    return {name: re.sub(r"^layers\.0\.", "midlayer.", name) for name in names}
+def engine_config(
+    draft: Eagle3Frame, weights: dict[str, Tensor], export: Export, more: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Raises PipelineError for other layers than engines fuse."""
+    config, layers, last = draft.config, list(draft.needs.auxiliary), draft.shapes["target_layers"]
+    if len(layers) != FUSED:
+        raise PipelineError(f"auxiliary_layers={layers}: engines fuse {FUSED} layers")
+    if layers[-1] >= last:
+        raise PipelineError(
+            f"auxiliary_layers={layers}: engines read the input of a layer, and none follows layer {layers[-1]}"
+        )
+    if (ids := weights.pop(IDS, None)) is not None:
+        weights["d2t"] = ids - torch.arange(len(ids))
+        weights["t2d"] = torch.zeros(draft.target_vocabulary, dtype=torch.bool).index_fill_(0, ids, True)
+    layer = llama_of(draft, weights) | {"attention_bias": config.attention_bias}
+    layer |= {"model_type": "qwen3"} if config.qk_norm else {}
+    flags = {key: getattr(config, key) for key in FLAGS}
+    flags |= {"draft_vocab_size": draft.vocabulary_size, "target_hidden_size": draft.shapes["hidden_size"]}
+    if export.engine == "speculators":
+        return _speculators(layer, export) | {AUXILIARY: layers} | flags
+    # vLLM and llama.cpp count a layer's inputs as transformers does; SGLang adds one to what it reads, but for gpt-oss
+    # since its pull request 32334.
+    adds_one = export.engine == "sglang" and export.family != GPT_OSS
+    own = {"num_aux_hidden_states": len(layers), AUXILIARY: [n - 1 for n in layers] if adds_one else layers}
+    name = "Eagle3Qwen3ForCausalLM" if config.qk_norm else export.architecture
+    outer = flags | (more or {}) | ({} if adds_one else own)
+    return {"architectures": [name]} | layer | outer | {"eagle_config": {"use_aux_hidden_state": True, **own}}
 
 
-def released_facts(draft: Eagle3Frame, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
+def _speculators(layer: dict[str, Any], export: Export) -> dict[str, Any]:
+    if export.target.count("/") != 1:
+        raise PipelineError(f"the target is {export.target!r}, which no engine finds: say --target OWNER/NAME")
+    return {
+        "architectures": [export.architecture],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": export.guesses}],
+            "verifier": {"name_or_path": export.target, "architectures": []},
+        },
+        "transformer_layer_config": layer,
+        "torch_dtype": layer["torch_dtype"],
+        "tie_word_embeddings": False,
+    }
+
+
+def _by_number(name: str, _: Any) -> str:
+    return name.replace("midlayer.", "layers.0.", 1)
+
+
+def facts(draft: Eagle3Frame, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
     """A flag that is not given is false, but `norm_before_residual` of speculators' EAGLE-3, which vLLM takes for true;
     what has tensors is also told by them.
     """
@@ -158,31 +210,34 @@ def released_facts(draft: Eagle3Frame, theirs: dict[str, Any], names: Mapping[st
     room = fc is None or fc.shape[-1] == len(own) * draft.shapes["hidden_size"]
     if layers == [*own, last] and room:  # some list the last one, too, which only training reads
         layers = own
-    biased = theirs.get("attention_bias") or theirs.get("qkv_bias") or "midlayer.self_attn.q_proj.bias" in names
-    stated = {
-        "norm_before_residual": theirs.get("norm_before_residual", theirs.get("speculators_model_type") == "eagle3"),
-        "norm_output": theirs.get("norm_output", False),
-        "norm_before_fc": theirs.get("norm_before_fc", "input_norm.weight" in names),
-        "fc_norm": theirs.get("fc_norm", "fc_norm.0.weight" in names),
-        "attention_bias": biased,
-        "qk_norm": "midlayer.self_attn.q_norm.weight" in names,
+    attention = {name.rpartition(".self_attn.")[2] for name in names}
+    by_default = {
+        "norm_before_residual": theirs.get("speculators_model_type") == "eagle3",
+        "norm_before_fc": "input_norm.weight" in names,
+        "fc_norm": "fc_norm.0.weight" in names,
     }
-    found: Facts = {"auxiliary_layers": (layers, own)} | window_facts(draft, theirs, names)
+    stated = {key: theirs.get(key, by_default.get(key, False)) for key in FLAGS}
+    stated["attention_bias"] = theirs.get("attention_bias") or theirs.get("qkv_bias") or "q_proj.bias" in attention
+    stated["qk_norm"] = "q_norm.weight" in attention
+    found: Facts = {"auxiliary_layers": (layers, own)}
     return found | {key: (bool(value), getattr(draft.config, key)) for key, value in stated.items()}
 
 
-RELEASED = Released(
-    released_names,
-    released_facts,
-    WINDOW
+BY_NUMBER = {"others": Form(_by_number)}  # to be read
+AUTHORS = Form(architecture="LlamaForCausalLMEagle3")
+NO_RESIDUAL = {"norm_before_residual": "SGLang adds the plain feature; train without, or use vllm"}
+NAMES = Names(
+    forms={
+        "vllm": AUTHORS,
+        "sglang": replace(AUTHORS, lacks=NO_RESIDUAL | {"norm_before_fc": ""} | OF_LAYER),
+        "gguf": replace(AUTHORS, lacks={"fc_norm": NO_3_1, "norm_output": NO_3_1} | OF_LAYER),
+        "speculators": Form(_by_number, "Eagle3Speculator"),
+    },
+    engine_config=engine_config,
+    method={"method": "eagle3"},
+    facts=facts,
+    keys=dict.fromkeys((*FLAGS, "attention_bias", "qkv_bias", AUXILIARY), ())
     | {
-        "norm_before_residual": (),
-        "norm_output": (),
-        "norm_before_fc": (),
-        "fc_norm": (),
-        "attention_bias": (),
-        "qkv_bias": (),
-        AUXILIARY: (),
         "use_aux_hidden_state": (True,),
         "use_input_layernorm_in_first_layer": (True,),
         "use_last_layernorm": (True,),

@@ -11,7 +11,6 @@ tree mask in the second forward; neither is done here.
 """
 
 import re
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -23,8 +22,8 @@ from pipeline.drafts.eagle import EagleFrame, EagleFrameConfig
 from pipeline.drafts.parts.base import DenseConfig
 from pipeline.drafts.parts.layers import AttentionBlock, ResBlock, norm
 from pipeline.drafts.parts.losses import Term, named
-from pipeline.drafts.parts.one_layer import WINDOW, Dense, Heads, window_facts
-from pipeline.drafts.parts.released import Names, Released
+from pipeline.drafts.parts.names import Form, Names
+from pipeline.drafts.parts.one_layer import Dense, Heads
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
@@ -131,10 +130,17 @@ class Gumiho(Dense, EagleFrame):
         return DraftOutput(frontier.carry_WD, list(self.logits(torch.stack(found))))
 
 
-def released_names(names: Collection[str]) -> Names:
-    """``mlp.j`` of MLP j, whose first part is ``linear``; its authors' code loads them with another ``mlp`` before."""
-    ours = {name: re.sub(r"^mlp\.(mlp\.)?(?=\d)", "mlp.mlp.", name) for name in names}
-    return {name: re.sub(r"^(mlp\.mlp\.\d+\.0)\.linear\.", r"\1.0.", mine) for name, mine in ours.items()}
+# -- what others call it -----------------------------------------------------------------------------------------------
 
 
-RELEASED = Released(released_names, window_facts, WINDOW)
+def _name_in_files(name: str, _: Any) -> str:
+    """``mlp.j`` of MLP j, whose first part is ``linear``."""
+    return re.sub(r"^mlp\.mlp\.(\d+\.)(0\.0\.)?", lambda at: f"mlp.{at[1]}{'0.linear.' if at[2] else ''}", name)
+
+
+def _name_in_memory(name: str, _: Any) -> str:
+    """Its authors' code loads them with another ``mlp`` before."""
+    return re.sub(r"^mlp\.", "mlp.mlp.", _name_in_files(name, None))
+
+
+NAMES = Names({"files": Form(_name_in_files), "memory": Form(_name_in_memory)})

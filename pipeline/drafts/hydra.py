@@ -8,7 +8,7 @@ which the paper's recipe has, is left out: a training here is a function of its 
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -20,9 +20,9 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
 from pipeline.drafts.parts.base import DenseConfig, ScaledConfig
 from pipeline.drafts.parts.heads import HeadsConfig, HeadsDraft, own_heads
-from pipeline.drafts.parts.heads import released_facts as facts_of_heads
+from pipeline.drafts.parts.heads import facts as facts_of_heads
 from pipeline.drafts.parts.layers import AttentionBlock, ResBlock, layer_config, norm, rotary, swiglu
-from pipeline.drafts.parts.released import Facts, Names, Released
+from pipeline.drafts.parts.names import Facts, Form, Names
 from pipeline.lm.attention import FULL, additive, behind, whole_texts
 from pipeline.lm.cache import TreeCache
 
@@ -141,28 +141,23 @@ class Hydra(HeadsDraft):
         return self._output(torch.cat([frontier.carry_WD, embedded_WD], dim=-1), frontier.depth)
 
 
-def released_names(names: Collection[str]) -> Names:
-    """Hydra++'s blocks and LM heads stand behind a dropout each, plain Hydra's do not. Both hold the target's
-    embedding, and Hydra++'s prefix is a whole Llama model, whose own embedding nobody reads.
-    """
-    every = 1 if any(re.match(r"hydra_mlp\.\d+\.0\.", name) for name in names) else 2
-
-    def ours(name: str) -> str | None:
-        if name == "prefix_embeding_layer.embed_tokens.weight":
-            return None
-        if name == "input_embed_fn.weight":
-            return "embed_tokens.weight"
-        if found := re.fullmatch(r"hydra_mlp\.(\d+)\.(\d+)\.(.+)", name):
-            return f"heads.{found[1]}.{int(found[2]) // every}.{found[3]}"
-        if found := re.fullmatch(r"hydra_lm_head\.(\d+)\.(?:1\.)?(weight|bias)", name):
-            return f"lm_heads.{found[1]}.{found[2]}"
-        name = re.sub(r"^prefix_embeding_layer\.layers\.0\.", "prefix.layer.", name)
-        return re.sub(r"^prefix_embeding_layer\.norm\.", "prefix.norm.", name)
-
-    return {name: ours(name) for name in names}
+# -- what others call it -----------------------------------------------------------------------------------------------
 
 
-def released_facts(draft: Hydra, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
+def _hydra_name(name: str, _: Any) -> str:
+    return re.sub(r"^(?:lm_)?heads\.", lambda at: "hydra_lm_head." if at[0] == "lm_heads." else "hydra_mlp.", name)
+
+
+def _hydra_plus_name(name: str, _: Any) -> str:
+    """Hydra++'s blocks and LM heads stand behind a dropout each, and its prefix is a whole Llama model."""
+    if at := re.fullmatch(r"heads\.(\d+)\.(\d+)\.(.+)", name):
+        return f"hydra_mlp.{at[1]}.{2 * int(at[2]) + 1}.{at[3]}"
+    name = re.sub(r"^lm_heads\.(\d+)\.", r"hydra_lm_head.\1.1.", name)
+    name = re.sub(r"^prefix\.layer\.", "prefix_embeding_layer.layers.0.", name)
+    return re.sub(r"^prefix\.norm\.", "prefix_embeding_layer.norm.", name)
+
+
+def facts(draft: Hydra, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
     """Raises PipelineError for heads that read an earlier layer's states."""
     if offset := theirs.get("hidden_state_offset", 0):
         raise PipelineError(
@@ -170,7 +165,12 @@ def released_facts(draft: Hydra, theirs: dict[str, Any], names: Mapping[str, Ten
             "here those of the last: only checkpoints of offset 0 can be imported"
         )
     found = facts_of_heads(draft, theirs, names)
-    return found and found | {"prefix": (any(name.startswith("prefix.") for name in names), draft.config.prefix)}
+    prefix = any(name.startswith(("prefix.", "prefix_embeding_layer.")) for name in names)
+    return found and found | {"prefix": (prefix, draft.config.prefix)}
 
 
-RELEASED = Released(released_names, released_facts)
+NAMES = Names(
+    {"hydra": Form(_hydra_name), "hydra++": Form(_hydra_plus_name)},
+    facts=facts,
+    unread=r"prefix_embeding_layer\.embed_tokens\.weight",  # nobody's
+)

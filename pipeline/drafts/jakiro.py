@@ -13,7 +13,6 @@ Each expert has an output of its own, u + E_j(n) (the paper's left and right; sc
 rank tokens identically). Trees with ``candidates = "decoupled"`` take their candidates from these.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -22,15 +21,15 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from pipeline.basics.settings import Settings
-from pipeline.drafts.eagle import EagleFrame, EagleFrameConfig
-from pipeline.drafts.eagle3 import RELEASED as RELEASED_EAGLE3
-from pipeline.drafts.eagle3 import Eagle3Frame, TestTimeConfig
-from pipeline.drafts.eagle3 import released_facts as eagle3_facts
+from pipeline.drafts.eagle import NAMES as OF_EAGLE
+from pipeline.drafts.eagle import NO_BIAS, EagleFrame, EagleFrameConfig
+from pipeline.drafts.eagle3 import BY_NUMBER, Eagle3Frame, TestTimeConfig
+from pipeline.drafts.eagle3 import NAMES as OF_EAGLE3
 from pipeline.drafts.parts.layers import swiglu
 from pipeline.drafts.parts.losses import Term
+from pipeline.drafts.parts.names import Form
 from pipeline.drafts.parts.objective import Objective
-from pipeline.drafts.parts.one_layer import WINDOW, Heads, OneLayer, window_facts
-from pipeline.drafts.parts.released import Facts, Released
+from pipeline.drafts.parts.one_layer import Heads, OneLayer
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
@@ -161,6 +160,16 @@ class Experts(OneLayer):
         block: Any = self.block
         return block.mlp_moe(u, block.post_attention_layernorm(u))
 
+    def behind_attention(self) -> dict[str, Any]:
+        block: Any = self.block
+        return {
+            "intermediate_size": self.config.expert_width or self.shapes["hidden_size"],
+            "num_experts": self.config.experts,
+            "num_experts_per_tok": self.config.experts_per_token,
+            "gate_rows": block.mlp_moe.gate.out_features,  # two more than experts where the contrast has a router
+            "reduced_vocabulary": self.config.vocabulary,
+        }
+
 
 class ExpertsObjective(Objective):
     def penalties(self, aside: tuple[Tensor, Tensor], batch: "Batch") -> list[Tensor]:
@@ -201,18 +210,12 @@ class JakiroOnEagle3(Experts, Eagle3Frame):
     pass
 
 
-# -- checkpoints that others released ----------------------------------------------------------------------------------
+# -- what others call it -----------------------------------------------------------------------------------------------
 
-
-def released_facts(draft: Experts, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
-    kept = theirs.get("num_experts_per_tok")
-    known = window_facts(draft, theirs, names)
-    return known if kept is None else known | {"experts_per_token": (kept, draft.config.experts_per_token)}
-
-
-def released_facts_on_eagle3(draft: JakiroOnEagle3, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
-    return eagle3_facts(draft, theirs, names) | released_facts(draft, theirs, names)
-
-
-RELEASED = Released(facts=released_facts, keys=WINDOW)
-RELEASED_ON_EAGLE3 = replace(RELEASED_EAGLE3, facts=released_facts_on_eagle3)
+OF_LLAMA = {"qk_norm": "the plug-in's drafts with experts have Llama's attention; train without"}
+PLUG_IN = "infra/vllm_jakiro"
+SETTINGS = {"experts_per_token": "num_experts_per_tok"}
+FORM = Form(architecture="EagleJakiroForCausalLM", lacks=NO_BIAS, plug_in=PLUG_IN)
+NAMES = replace(OF_EAGLE, forms={"vllm": FORM}, not_exported=(), settings=SETTINGS)
+FORM_ON_EAGLE3 = Form(architecture="JakiroForCausalLMEagle3", lacks=OF_LLAMA, plug_in=PLUG_IN)
+NAMES_ON_EAGLE3 = replace(OF_EAGLE3, forms={"vllm": FORM_ON_EAGLE3} | BY_NUMBER, settings=SETTINGS)

@@ -20,6 +20,7 @@ from pipeline.drafts.parts.base import DraftConfig, VocabularyConfig
 from pipeline.drafts.parts.drafting import Drafting
 from pipeline.drafts.parts.losses import OwnHead, Term
 from pipeline.drafts.parts.module import TrainedDraft
+from pipeline.drafts.parts.names import WHOLE, Export, Form, Names
 from pipeline.drafts.parts.reads_text import ReadsText
 from pipeline.lm.attention import FULL, GROUPED, whole_texts
 from pipeline.lm.config import TargetConfig
@@ -125,6 +126,18 @@ class SmallLlama(ReadsText, TrainedDraft):
 
     def _output(self, hidden_WD: Tensor) -> DraftOutput:
         return DraftOutput(hidden_WD, [self.logits(hidden_WD)])
+
+
+def engine_config(draft: SmallLlama, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
+    """The language model that it is."""
+    return draft.lm.config.to_dict() | {"architectures": [export.architecture]}
+
+
+NAMES = Names(
+    {"vllm": Form(lambda name, _: name.removeprefix("lm."), "LlamaForCausalLM", WHOLE)},
+    engine_config=engine_config,
+    method={"method": "draft_model"},
+)
 
 
 # -- somebody else's ---------------------------------------------------------------------------------------------------

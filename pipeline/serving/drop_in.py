@@ -88,7 +88,8 @@ def decode(model: Any, released: Released, **arguments: Any) -> Any:
     tokenizer = arguments.pop("tokenizer", None)
     given, inputs = arguments.pop("generation_config", None), arguments.pop("inputs", None)
     for name in REFUSED:
-        if _is_given(arguments.pop(name, None)):
+        value = arguments.pop(name, None)
+        if isinstance(value, Tensor) or value:
             raise PipelineError(f"{name} is not done with a draft: leave it out, or call generate without one")
     config, rest = model._prepare_generation_config(given, **arguments)
     _require_honoured(config)
@@ -126,10 +127,6 @@ def _asked_for() -> str:
             return found
         frame = frame.f_back  # type: ignore[assignment]
     raise PipelineError("which release's weights? Say draft=FOLDER or draft=OWNER/NAME")
-
-
-def _is_given(value: Any) -> bool:
-    return isinstance(value, Tensor) or bool(value)
 
 
 def _require_honoured(config: Any) -> None:

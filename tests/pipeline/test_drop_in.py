@@ -29,9 +29,8 @@ HYBRID = replace(ALONE, secondary=["prompt-lookup"])
 WAYS = {  # draft and method
     "eagle": HYBRID,
     "jakiro": HYBRID,
-    **dict.fromkeys(
-        ("eagle3, reduced", "sparse on eagle-3", "gumiho", "medusa", "dflash, reduced", "hydra++", "small-llama"), ALONE
-    ),
+    **dict.fromkeys(("eagle3, reduced", "sparse on eagle-3", "gumiho", "medusa", "hydra++", "small-llama"), ALONE),
+    **dict.fromkeys(("dflash, reduced", "dspark, reduced", "p-eagle, reduced"), ALONE),
 }
 ABSENT = ("pipeline", "pydantic", "pyarrow", "ray", "deepspeed", "datasets", "jinja2", "scipy")
 # What a user runs who has transformers and the release, and nothing of this project.

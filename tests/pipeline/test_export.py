@@ -17,7 +17,7 @@ from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.decoding.method import LoadedMethod, Method
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config, Eagle3FrameConfig
-from pipeline.drafts.jakiro import ExpertsConfig, JakiroConfig, JakiroOnEagle3Config
+from pipeline.drafts.jakiro import PLUG_IN, ExpertsConfig, JakiroConfig, JakiroOnEagle3Config
 from pipeline.drafts.parallel.dflash import IN_TRANSFORMERS, DFlashConfig
 from pipeline.drafts.parallel.dspark import DSparkConfig
 from pipeline.drafts.parallel.medusa import MedusaConfig
@@ -26,7 +26,7 @@ from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target, fingerprint
 from pipeline.recipe.recipe import Recipe
-from pipeline.serving.export import PLUG_IN, export, tried
+from pipeline.serving.export import export, tried
 from tests.kit import call, flip, recipe_tree, save_tiny_target, write_sharegpt
 from tests.pipeline.families import LLAMA_3, YARN, save
 from tests.pipeline.layouts import with_settings
@@ -277,17 +277,6 @@ def test_transformers_own_generate_takes_a_block_draft_in_as_many_passes_as_ours
     assert len(passes) == 1 + ours.acceptance.passes < 15  # the prompt's own
 
 
-@pytest.mark.parametrize("said", [{"layer_types": ["sliding_attention"] * 2, "sliding_window": 64}, {}])
-def test_a_window_as_transformers_counts_it_is_refused(released, imported, tmp_path, said):
-    """One position more than vLLM's; and it is the default of the form."""
-    export(released(OF_BLOCKS), "transformers", tmp_path / "out")
-    config = json.loads((tmp_path / "out/config.json").read_text())
-    del config["layer_types"]
-    (tmp_path / "out/config.json").write_text(json.dumps(config | said))
-    with pytest.raises(PipelineError, match="muse_glimmer_assistant with a window, whose ends transformers counts"):
-        imported(tmp_path / "out", OF_BLOCKS)
-
-
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "speculators"])
 @pytest.mark.parametrize("rope", [LLAMA_3, YARN], ids=["llama3", "yarn"])
 def test_scaled_rope_and_layers_that_are_no_engines_default_are_written_out(tmp_path, rope, engine):
@@ -330,14 +319,14 @@ def test_the_embeddings_scale_is_in_fc_and_the_chain_is_the_same(released, impor
 @pytest.mark.parametrize(
     ("settings", "engine", "said"),
     [
-        (JakiroConfig(), "sglang", "sglang loads no draft with experts"),
-        (JakiroConfig(), "gguf", "gguf loads no draft with experts"),
-        (EagleConfig(), "gguf", "llama.cpp has no EAGLE-1/2"),
+        (JakiroConfig(), "sglang", "sglang is given no jakiro: export to vllm"),
+        (JakiroConfig(), "gguf", "gguf is given no jakiro: export to vllm"),
+        (EagleConfig(), "gguf", "gguf is given no eagle: export to vllm or sglang"),
         (Eagle3Config(norm_output=True), "gguf", "llama.cpp has no EAGLE-3.1"),
         (Eagle3Config(fc_norm=True), "gguf", "llama.cpp has no EAGLE-3.1"),
         (Eagle3Config(), "gguf", "say --llama-cpp CHECKOUT"),
         (EagleConfig(fc_bias=True), "vllm", "vLLM has no bias there"),
-        (EagleConfig(), "speculators", "speculators has no EAGLE-1/2"),
+        (EagleConfig(), "speculators", "speculators is given no eagle: export to vllm or sglang"),
         (Eagle3Config(auxiliary_layers=[1, 2]), "vllm", "engines fuse 3 layers"),
         (Eagle3Config(auxiliary_layers=[1, 2, 8]), "vllm", "none follows layer 8"),
         (Eagle3Config(norm_before_residual=True), "sglang", "SGLang adds the plain feature"),
@@ -352,13 +341,13 @@ def test_the_embeddings_scale_is_in_fc_and_the_chain_is_the_same(released, impor
         (DFlashConfig(), "speculators", "speculators is given no dflash: export to vllm"),
         (Eagle3Config(), "transformers", r"transformers is given no eagle3: its generate\(\) takes the release"),
         (DFlashConfig(window=64), "sglang", "window=64: sglang has no such draft"),
-        (DFlashConfig(causal=True), "transformers", "causal=true: transformers has no such draft"),
+        (DFlashConfig(causal=True), "transformers", "causal=True: transformers has no such draft"),
         (DSparkConfig(rank=4), "sglang", "sglang is given no dspark: export to vllm"),
         (DSparkConfig(rank=4, vocabulary=100), "vllm", "vocabulary=100: vLLM wants the target's whole one"),
         (PEagleConfig(), "sglang", "sglang is given no p-eagle: export to vllm"),
         (MedusaConfig(), "sglang", "sglang is given no medusa: export to vllm"),
         (SmallLlamaConfig(width=32, vocabulary=100), "vllm", "vocabulary=100: vLLM wants the target's whole one"),
-        (MedusaConfig(own_head=False), "vllm", "own_head=False, head_bias=False: vLLM's heads are their own"),
+        (MedusaConfig(own_head=False), "vllm", "own_head=False: vLLM's heads are their own"),
     ],
 )
 def test_what_an_engine_cannot_take_is_refused_and_nothing_is_written(released, tmp_path, settings, engine, said):

@@ -11,8 +11,8 @@ from pipeline.artifacts.foreign import their_config
 from pipeline.artifacts.imported import import_draft
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts.eagle3 import Eagle3Config
+from pipeline.drafts.parts.names import AUXILIARY
 from pipeline.drafts.parts.one_layer import ttt_visible
-from pipeline.drafts.parts.released import AUXILIARY
 from pipeline.lm.attention import additive
 from tests.pipeline.layouts import BLOCKS, DFLASH, EAGLE, EAGLE_3, P_EAGLE, assert_imported, with_settings
 from tests.pipeline.taught import make_draft, prompt_of
@@ -23,6 +23,7 @@ SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 16}
 TWO = {"num_hidden_layers": 2}
 OF_BLOCKS = DFLASH | {"window": 24}
 SPECULATORS = BLOCKS | {"speculators_model_type": "dflash"}
+MUSE = BLOCKS | {"model_type": "muse_glimmer_assistant", "layer_types": None, "sliding_window": None}
 LISTS = TWO | {"block_size": 4, "mask_token_id": 258, "aux_hidden_state_layer_ids": [1, 2]}
 
 
@@ -81,6 +82,9 @@ REFUSED = [  # the draft's settings, what config.json says, the error's words
     (EAGLE_3 | {"window": 16}, {}, r"window=None: set draft\.theirs\.window \(it is 16\)"),
     (EAGLE, SLIDING, r"window=16: set draft\.theirs\.window"),
     (EAGLE_3, {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 8}, "window=8: set"),
+    # one position more in transformers than in vLLM; and it is the default of the form
+    (DFLASH, MUSE, "muse_glimmer_assistant with a window, whose ends transformers counts"),
+    (DFLASH, MUSE | {"layer_types": ["sliding_attention"] * 2, "sliding_window": 64}, "assistant with a window, whose"),
     # a setting of the draft
     (EAGLE_3, {"norm_output": True, AT: {"norm_output": None}}, "norm_output=True: set draft"),
     (EAGLE_3, {"norm_before_fc": True}, "norm_before_fc=True: set draft"),
@@ -145,7 +149,7 @@ def test_what_is_not_computed_here_is_refused_by_its_key(released, settings, con
 @pytest.mark.parametrize(
     ("settings", "config", "mine", "complaint"),
     [
-        (EAGLE, {}, {"mlp_width": 9}, r"gate_proj.weight is \[64, 32\], expected \[9, 32\]"),
+        (EAGLE, {}, {"mlp_width": 9}, r"size mismatch for layers.0.mlp.gate_proj.weight: .*\[64, 32\].*\[9, 32\]"),
         # a last layer that is fused is one of the draft
         (EAGLE_3, {AUXILIARY: [1, 2]}, {"auxiliary_layers": [1]}, r"auxiliary_layers=\[1, 2\]: set draft"),
         # false where it is missing, and in speculators' form true

@@ -12,7 +12,7 @@ The places are independent given the text: in a tree the chance of a node is the
 and all nodes of a level have the same candidates. Tensor names are those that engines read.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -32,9 +32,9 @@ from pipeline.drafts.parts.base import DenseConfig, FusedConfig, MaskConfig, Voc
 from pipeline.drafts.parts.layers import AttentionBlock, layer_config, norm, rotary, swiglu
 from pipeline.drafts.parts.losses import LossKind, Term, named
 from pipeline.drafts.parts.module import TrainedDraft
-from pipeline.drafts.parts.one_layer import WINDOW, DraftState, window_facts
-from pipeline.drafts.parts.released import AUXILIARY, LAYER_KEYS, UNSAID, Facts, Names, Released
-from pipeline.lm.attention import SLIDING, additive
+from pipeline.drafts.parts.names import AUXILIARY, IDS, LAYER_KEYS, UNSAID, Export, Facts, Form, Names, llama_of
+from pipeline.drafts.parts.one_layer import DraftState
+from pipeline.lm.attention import FULL, SLIDING, additive
 from pipeline.lm.states import States
 
 if TYPE_CHECKING:
@@ -267,15 +267,26 @@ def bundled(anchors: np.ndarray, rows: int, width: int, most: int) -> tuple[np.n
     return filled, slots
 
 
-# -- checkpoints that others released ----------------------------------------------------------------------------------
+# -- what others call it -----------------------------------------------------------------------------------------------
+
+TRANSFORMERS, MUSE = "transformers", "muse_glimmer_assistant"  # whose one block draft it is
 
 
-def released_facts(draft: DFlash, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
-    sizes = {"block": ("block_size", draft.config.block), "layers": ("num_hidden_layers", draft.config.layers)}
-    facts: Facts = {key: (theirs.get(their, UNSAID), mine) for key, (their, mine) in sizes.items()}
-    facts["auxiliary_layers"] = (theirs.get(AUXILIARY) or UNSAID, list(draft.needs.auxiliary))
-    facts["causal"] = (is_causal(theirs), draft.config.causal)
-    return facts | mask_fact(draft, theirs) | window_facts(draft, theirs, names)
+def engine_config(draft: DFlash, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
+    """The form of its authors' released weights; or transformers' own."""
+    config, layers = draft.config, draft.needs.auxiliary
+    own = {MASK: int(weights.pop(MASK)), "target_layer_ids": [number - 1 for number in layers]}
+    llama = {"architectures": [export.architecture]} | llama_of(draft, weights) | {"block_size": config.block}
+    if export.engine == TRANSFORMERS:
+        return llama | {"model_type": MUSE, "layer_types": [FULL] * config.layers} | own
+    llama |= {"model_type": "qwen3", "num_target_layers": draft.shapes["target_layers"]}
+    llama |= {"is_causal": True} if config.causal else {}  # what SGLang reads; vLLM reads either
+    return llama | {"dflash_config": own | {"causal": config.causal}}
+
+
+def facts(draft: DFlash, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
+    layers = theirs.get(AUXILIARY) or UNSAID, list(draft.needs.auxiliary)
+    return {"auxiliary_layers": layers, "causal": (is_causal(theirs), draft.config.causal)} | mask_fact(draft, theirs)
 
 
 def is_causal(theirs: dict[str, Any]) -> bool:
@@ -301,26 +312,30 @@ def is_causal(theirs: dict[str, Any]) -> bool:
 
 
 IN_TRANSFORMERS = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
-
-
-def released_names(names: Collection[str]) -> Names:
-    ours = {theirs: own for own, theirs in IN_TRANSFORMERS.items()}
-    return {name: ours.get(name, name) for name in names}
-
-
 BOTH_WAYS = "sliding_window_non_causal"  # in speculators' form
 CAUSAL = ("is_causal", "causal")
-READ = ("block_size", MASK, *LAYER_KEYS)
 # How it was trained, and Domino's settings, which that form has at their defaults.
 NOT_READ = (
-    *("num_target_layers", "num_anchors", "max_anchors", "auf"),
+    *("num_target_layers", "num_anchors", "max_anchors", "auf", "pure_draft_prefix_len"),
     *("emb_dim", "gru_hidden_dim", "lambda_base_decay_ratio", "lambda_base_start"),
 )
-RELEASED = Released(
-    released_names,
-    released_facts,
-    keys=WINDOW
-    | dict.fromkeys((*READ, *NOT_READ, "pure_draft_prefix_len"), ())
+NAMES = Names(
+    forms={
+        "vllm": Form(architecture="DFlashDraftModel"),
+        "sglang": Form(architecture="DFlashDraftModel", lacks={"window": ""}),
+        TRANSFORMERS: Form(
+            lambda name, _: IN_TRANSFORMERS.get(name, name),
+            "MuseGlimmerAssistantModel",
+            {"window": "", "causal": ""},
+        ),
+    },
+    engine_config=engine_config,
+    method={"method": "dflash"},
+    not_exported=(IDS,),  # engines guess with the target's whole head
+    is_block=True,
+    settings={"block": "block_size", "layers": "num_hidden_layers"},
+    facts=facts,
+    keys=dict.fromkeys((MASK, *LAYER_KEYS, *NOT_READ), ())
     | {
         **dict.fromkeys((*CAUSAL, BOTH_WAYS), (False, True)),
         "attention_mode": ("gqa", "mha"),

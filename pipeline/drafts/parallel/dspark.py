@@ -13,8 +13,7 @@ third part is left out: a head that is trained to predict sum min(p, q) at each 
 loads a draft without it, and then estimates acceptance by itself.
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -23,11 +22,11 @@ from torch import Tensor, nn
 
 from pipeline.basics.accelerator import sent
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
-from pipeline.drafts.parallel import dflash
-from pipeline.drafts.parallel.dflash import DFlash, DFlashConfig
+from pipeline.drafts.parallel.dflash import NAMES as OF_DFLASH
+from pipeline.drafts.parallel.dflash import DFlash, DFlashConfig, engine_config
 from pipeline.drafts.parts.losses import BiasedHead, LossKind, OwnHead
+from pipeline.drafts.parts.names import WHOLE, Export, Form
 from pipeline.drafts.parts.one_layer import DraftState
-from pipeline.drafts.parts.released import UNSAID, Facts, Names, Released
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
@@ -115,29 +114,27 @@ class DSpark(DFlash):
         return DraftOutput(tokens_W[:, None], [logits_WU])
 
 
-# -- checkpoints that others released ----------------------------------------------------------------------------------
+# -- what others call it -----------------------------------------------------------------------------------------------
 
 
-def released_facts(draft: DSpark, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
-    rank = theirs.get("markov_rank", UNSAID)
-    return dflash.released_facts(draft, theirs, names) | {"rank": (rank, draft.config.rank)}
+def more_config(draft: DSpark, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
+    return engine_config(draft, weights, export) | {"markov_rank": draft.config.rank, "markov_head_type": "vanilla"}
 
 
-def released_names(names: Collection[str]) -> Names:
-    """The confidence head is left out."""
-    return {name: None if name.startswith("confidence_head.") else name for name in names}
-
-
-TOLD = ("markov_rank", "enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha")
-RELEASED = Released(
-    released_names,
-    released_facts,
-    keys=dflash.RELEASED.keys
-    | dict.fromkeys(TOLD, ())
-    | {
+TOLD = ("enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha")
+NAMES = replace(
+    OF_DFLASH,
+    forms={"vllm": Form(architecture="Qwen3DSparkModel", lacks=WHOLE, is_tried=False)},  # vLLM runs it on GPUs alone
+    engine_config=more_config,
+    method={"method": "dspark"},
+    settings={**OF_DFLASH.settings, "rank": "markov_rank"},
+    keys={
+        **OF_DFLASH.keys,
+        **dict.fromkeys(TOLD, ()),
         "markov_head_type": ("vanilla",),
         "projector_type": ("dspark",),
         "sample_from_anchor": (True,),
         "speculators_model_type": ("dspark",),
     },
+    unread=r"confidence_head\.",
 )

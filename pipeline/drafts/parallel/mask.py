@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts.parts.module import DraftModule
-from pipeline.drafts.parts.released import UNSAID, Facts
+from pipeline.drafts.parts.names import UNSAID, Facts
 
 MASK = "mask_token_id"  # the buffer
 

@@ -7,18 +7,17 @@ from one forward, and all nodes of a level have the same candidates.
 """
 
 import re
-from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.decoding.contract import DraftOutput, DraftRequest, RoundInput
-from pipeline.drafts.parts.heads import HeadsConfig, HeadsDraft, own_heads, released_facts
+from pipeline.drafts.parts.heads import HeadsConfig, HeadsDraft, facts, own_heads
 from pipeline.drafts.parts.layers import ResBlock
 from pipeline.drafts.parts.losses import LossKind
-from pipeline.drafts.parts.released import Names, Released
+from pipeline.drafts.parts.names import WHOLE, Export, Form, Names
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
@@ -63,10 +62,29 @@ class Medusa(HeadsDraft):
         return DraftOutput(f_WD, [self.logits(x_WD, number) for number, x_WD in enumerate(features)])
 
 
-def released_names(names: Collection[str]) -> Names:
+# -- what others call it -----------------------------------------------------------------------------------------------
+
+
+def _medusa_name(name: str, config: MedusaConfig) -> str:
     """``k.n.linear.weight`` of block n, ``k.N.weight`` of the LM head behind N blocks."""
-    ours = {name: "heads." + name.removeprefix("medusa_head.") for name in names}
-    return {name: re.sub(r"^heads\.(\d+)\.\d+\.(weight|bias)$", r"lm_heads.\1.\2", mine) for name, mine in ours.items()}
+    return re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{config.blocks}.", name.removeprefix("heads."))
 
 
-RELEASED = Released(released_names, released_facts, {"medusa_fc_bias": (True,)})
+def engine_config(draft: Medusa, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
+    config = draft.config
+    keys = {"medusa_num_heads": config.heads, "medusa_num_layers": config.blocks, "medusa_fc_bias": True}
+    shapes = {key: draft.shapes[key] for key in ("hidden_size", "vocab_size")}
+    return {"architectures": [export.architecture], "model_type": "medusa", **keys, **shapes}
+
+
+LACKS = dict.fromkeys(("own_head", "head_bias"), "vLLM's heads are their own, without a bias")
+NAMES = Names(
+    forms={
+        "vllm": Form(_medusa_name, "MedusaModel", WHOLE | LACKS),
+        "others": Form(lambda name, config: f"medusa_head.{_medusa_name(name, config)}"),
+    },
+    engine_config=engine_config,
+    method={"method": "medusa"},
+    facts=facts,
+    keys={"medusa_fc_bias": (True,)},
+)

@@ -10,7 +10,7 @@ drop, arXiv 2504.18583): one that is drawn for a depth is drawn for those before
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -20,15 +20,16 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.basics.accelerator import sent
 from pipeline.decoding.contract import DraftOutput, DraftRequest, RoundInput
-from pipeline.drafts import eagle3
-from pipeline.drafts.eagle3 import DECAY, Eagle3Frame, Eagle3FrameConfig
+from pipeline.drafts.eagle3 import AUTHORS, BY_NUMBER, DECAY, Eagle3Frame, Eagle3FrameConfig
+from pipeline.drafts.eagle3 import NAMES as OF_EAGLE3
+from pipeline.drafts.eagle3 import engine_config as config_of_eagle3
 from pipeline.drafts.parallel.mask import MASK, Masked, mask_fact
 from pipeline.drafts.parts.base import DenseConfig, MaskConfig
 from pipeline.drafts.parts.layers import AttentionBlock, norm
 from pipeline.drafts.parts.losses import Term, named
+from pipeline.drafts.parts.names import Export, Facts
 from pipeline.drafts.parts.objective import Objective
 from pipeline.drafts.parts.one_layer import Dense, DraftState
-from pipeline.drafts.parts.released import Facts, Released
 from pipeline.features.positions import Group, Positions, Seed
 from pipeline.lm.attention import additive
 from pipeline.lm.states import States
@@ -190,12 +191,22 @@ def _laid_out(batch: "Batch") -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]
     return place_BR, depth_BR, [number_of[depth, inputs] for depth, inputs in enumerate(trained)]
 
 
-# -- checkpoints that others released ----------------------------------------------------------------------------------
+# -- what others call it -----------------------------------------------------------------------------------------------
 
 
-def released_facts(draft: PEagle, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
-    return eagle3.released_facts(draft, theirs, names) | mask_fact(draft, theirs)
+def engine_config(draft: PEagle, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
+    return config_of_eagle3(draft, weights, export, {"pard_token": int(weights.pop(MASK))})
 
 
-MORE = {"pard_token": (), MASK: (), "speculators_model_type": ("peagle",)}
-RELEASED = Released(eagle3.released_names, released_facts, eagle3.RELEASED.keys | MORE)
+def facts(draft: PEagle, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
+    return OF_EAGLE3.facts(draft, theirs, names) | mask_fact(draft, theirs)
+
+
+NAMES = replace(
+    OF_EAGLE3,
+    forms={"vllm": AUTHORS} | BY_NUMBER,
+    engine_config=engine_config,
+    method={"method": "eagle3", "parallel_drafting": True},
+    facts=facts,
+    keys={**OF_EAGLE3.keys, "pard_token": (), MASK: (), "speculators_model_type": ("peagle",)},
+)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pipeline.drafts.parts.base import VocabularyConfig
 from pipeline.drafts.parts.losses import OwnHead, Term, named
 from pipeline.drafts.parts.module import TrainedDraft
-from pipeline.drafts.parts.released import Facts
+from pipeline.drafts.parts.names import Facts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +65,14 @@ class HeadsDraft(TrainedDraft):
                 head.bias.data.copy_(target.linear.bias * target.scale)
 
 
-def released_facts(draft: HeadsDraft, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
+def facts(draft: HeadsDraft, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
     """Heads by what tensors there are: Medusa's released configs say two, and its weights have five. Blocks by the
     config, since a file may hold those once that its authors' code repeats.
     """
-    heads = {at[1] for name in names if (at := re.match(r"heads\.(\d+)\.", name))}
+    heads = {at[1] for name in names if (at := re.match(r"(?:medusa_head\.|hydra_mlp\.|heads\.)?(\d+)\.", name))}
     if not heads:
         return {}
-    own = [name for name in names if name.startswith("lm_heads.")]
+    own = [name for name in names if re.match(r"(hydra_)?lm_heads?\.|(medusa_head\.)?\d+\.\d+\.(weight|bias)$", name)]
     stated = {"heads": len(heads), "own_head": bool(own), "head_bias": any(name.endswith(".bias") for name in own)}
     layers = theirs.get("medusa_num_layers", theirs.get("hydra_num_layers"))
     stated |= {} if layers is None else {"blocks": layers}

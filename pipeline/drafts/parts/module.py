@@ -62,6 +62,10 @@ class DraftModule(nn.Module):
         """Which of the target's parts it uses."""
         return ["embedding"] if self.own_heads else ["embedding", "head"]
 
+    def behind_attention(self) -> dict[str, Any]:
+        """What engines' config.json says of what follows its attention, where that is no Llama's MLP."""
+        return {}
+
     def normed(self, features: Tensor) -> Tensor:
         """What an own head takes."""
         return features

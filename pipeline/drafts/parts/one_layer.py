@@ -5,7 +5,6 @@ the attention is the draft's own: a dense MLP (`Dense`), or experts (jakiro.py).
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -21,7 +20,6 @@ from pipeline.drafts.parts.base import VocabularyConfig, WindowConfig
 from pipeline.drafts.parts.layers import AttentionBlock, layer_config, rotary, swiglu
 from pipeline.drafts.parts.losses import Term, named
 from pipeline.drafts.parts.module import TrainedDraft
-from pipeline.drafts.parts.released import Facts
 from pipeline.lm.attention import additive, behind
 from pipeline.lm.cache import TreeCache
 from pipeline.lm.states import States
@@ -260,13 +258,6 @@ class Dense(OneLayer):
     def heads(self, u: Tensor) -> Heads:
         block: Any = self.block
         return Heads([u + block.mlp(block.post_attention_layernorm(u))])
-
-
-WINDOW: dict[str, tuple] = {"sliding_window": (), "target_layer_count": ()}  # of a checkpoint's config.json
-
-
-def window_facts(draft: Any, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
-    return {"window": (theirs.get("sliding_window"), draft.config.window)}
 
 
 def ttt_visible(number: int, places_T: Tensor, begins_BT: Tensor | None, window: int | None = None) -> Tensor:
