@@ -151,11 +151,11 @@ def new_draft(
     if draft.token_ids_U is not None:
         size = len(draft.token_ids_U)
         ids_U = start.vocabulary(size) if start else None
-        draft.set_vocabulary(frequent_tokens(store.sample, shapes["vocab_size"], size) if ids_U is None else ids_U)
+        draft.set_vocabulary(frequent_tokens(store.texts, shapes["vocab_size"], size) if ids_U is None else ids_U)
     if config.runs_the_target:
         embed_head = load_embed_head(recipe.target, DTYPES[recipe.train.dtype])
     draft.bind(embed_head)
-    draft.start_from_target(some_texts(store.sample))
+    draft.start_from_target(some_texts(store.texts))
     if start:
         start.give(draft)
     return draft

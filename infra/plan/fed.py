@@ -28,13 +28,12 @@ def stream(recipe: Recipe, rows: float, tokens: float, trained: float) -> tuple[
     window = min(max(int(own / together), 1), count)
     windows = min(2 * (recipe.train.window * size if recipe.train.window else WINDOW_BYTES), every)
     now = min(2 * window, count)
-    promised = disk_bytes(recipe, rows, rows * recipe.data.max_length) / shards if recipe.answers_streamed else size
-    room = min(max(int((features.disk_bytes or 0) / (promised * together)), now), count)
+    room = min(max(int((features.disk_bytes or 0) / (size * together)), now), count)
     needed = min(2 * max(int(own), 1), shards)
-    if features.disk_bytes and needed * promised > features.disk_bytes:
+    if features.disk_bytes and needed * size > features.disk_bytes:
         raise PipelineError(
             f"features.disk_bytes={features.disk_bytes:,}, but the {needed} shards that training may need at once take "
-            f"up to about {needed * promised:,.0f}: raise it, or lower train.window or features.rows_per_shard"
+            f"up to about {needed * size:,.0f}: raise it, or lower train.window or features.rows_per_shard"
         )
     reads = []
     steps = math.ceil(recipe.train.passes(trained) * math.ceil(count / window))

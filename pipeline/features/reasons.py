@@ -35,7 +35,6 @@ WORDS = {
     "tokens_outside_vocabulary": "token ids that the tokenizer lacks",
     # of the target's answers and states
     "rendered_otherwise": "the answer has other tokens when it is rendered",
-    "several_sequences": "several sequences of one question",
     "not_answered": "the target gave no answer",
     "empty_answer": "the target's answer is empty",
     "cut_answer": "the target's answer did not end in time",

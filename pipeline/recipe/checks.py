@@ -121,16 +121,11 @@ def _of_training(recipe: "Recipe") -> Iterator[str]:
                 "data.calibration_prompts=0"
             )
     if data.answers == "target":
-        for key in ("pack_tokens", "tokens"):
-            if recipe.answers_streamed and (given := getattr(train, key)):
-                yield (
-                    f"train.{key}={given} counts tokens of answers that features.keep='window' has not got when "
-                    "training begins: drop it (data.max_dialogues and train.epochs say how long), or say keep='all'"
-                )
-        if recipe.answers_streamed and data.long == "windows":
+        if recipe.features.keep == "window":
             yield (
-                "data.long='windows' makes several sequences of one dialogue, but with data.answers='target' "
-                "features.keep='window' takes one of each question: set data.long='cut', or keep='all'"
+                "features.keep='window' makes the states of known texts, but with data.answers='target' the dump asks "
+                "for them: have the target answer first (jakiro regenerate) and name its answers as data.source, or "
+                "say keep='all'"
             )
         if data.max_tokens:
             yield (

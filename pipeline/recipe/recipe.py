@@ -111,7 +111,7 @@ class Recipe(Outline):
         sections = {key: getattr(self, key) for key in type(self).model_fields}
         settings = {key: value.affecting("figures") for key, value in sections.items() if isinstance(value, Section)}
         drafts = {name: self.settings_of(name) for name in self.draft}
-        return self.affecting("figures") | settings | {"draft": drafts} | self._order
+        return self.affecting("figures") | settings | {"draft": drafts}
 
     def settings_of(self, draft: str) -> dict[str, Any]:
         """A draft's settings for hashes and artifacts: its start by content. Raises PipelineError where that is
@@ -119,15 +119,6 @@ class Recipe(Outline):
         """
         config = self.draft[draft].public()
         return config.to_json() | ({"start": marked(config.start)} if config.start else {})
-
-    @property
-    def answers_streamed(self) -> bool:
-        """Whether the target answers while training reads its answers. Then their order is that of questions."""
-        return self.data.answers == "target" and self.features.keep == "window"
-
-    @property
-    def _order(self) -> dict[str, str]:
-        return {"order": "questions"} if self.answers_streamed else {}
 
     @property
     def _engine(self) -> dict[str, str]:
@@ -208,7 +199,7 @@ class Recipe(Outline):
         if draft in self.published:
             return digest({"published": self.published[draft].model_dump(), "draft": self.draft[draft].to_json()})
         dump = self.answers_hash if self.is_watched(draft) else self.dump_hash
-        settings = {"tree": None, **self.training_settings(draft), **self._order}
+        settings = {"tree": None, **self.training_settings(draft)}
         return digest({"dump": dump, "seed": self.seed, "draft": self.settings_of(draft), **settings})
 
     def is_watched(self, draft: str) -> bool:

@@ -24,7 +24,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, exclusive, is_held, read_sealed
 from pipeline.basics.progress import CHANNEL, Display, lines_of
 from pipeline.features.reasons import describe_reasons
-from pipeline.features.shards import MANIFEST, QUESTIONS, Manifest, damage, prompts_damage
+from pipeline.features.shards import MANIFEST, Manifest, damage, prompts_damage
 from pipeline.lm.model import identify_if_here
 from pipeline.recipe.dtypes import describe_dtypes, warn_of_emulation
 from pipeline.recipe.load import hand_over, load_recipe
@@ -62,13 +62,11 @@ def features_state(recipe: Recipe) -> tuple[bool, str]:
     if target and manifest.answers_hash != answers_hash(recipe, manifest.spec.recipe, target):
         return False, "answers to calibration prompts are to be given anew"
     here = [] if recipe.features.store else manifest.lasting(recipe.features.keep)
-    broken = [shard.name for shard in here if damage(folder, shard, checksum=False)]
+    broken = [shard.name for shard in here if damage(folder, shard, digest=None)]
     if broken:
         return False, f"{len(broken)} of {len(manifest.files)} tables and shards missing or truncated"
     if not manifest.complete or prompts_damage(folder, manifest):
         return False, f"{len(manifest.shards)} shards finished, dump not complete"
-    if recipe.answers_streamed and QUESTIONS not in manifest.text:
-        return False, "its answers were kept, questions were not"
     rejected = manifest.accounting.get("rejected") or {}
     why = f"; {sum(rejected.values())} rejected: {describe_reasons(rejected)}" if rejected else ""
     if recipe.features.keep == "window":

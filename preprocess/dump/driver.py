@@ -10,11 +10,12 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+
+import pyarrow as pa
 
 from pipeline.artifacts.features import (
     Find,
@@ -28,7 +29,6 @@ from pipeline.artifacts.provenance import PROVENANCE, RECIPE, recorded, write_ow
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, sha256, write_text
 from pipeline.basics.progress import Progress
-from pipeline.features.checked import checked
 from pipeline.features.engines.vllm import python_of, version_of
 from pipeline.features.schema import FeatureSpec, text_schema
 from pipeline.features.shards import (
@@ -36,23 +36,23 @@ from pipeline.features.shards import (
     FILES,
     HELDOUT_PROMPTS,
     MANIFEST,
-    QUESTIONS,
     SPLITS,
     Manifest,
     Record,
     ShardRecord,
     damage,
+    damages,
     prompts_damage,
     shard_name,
     text_name,
 )
 from pipeline.features.store import Store
-from pipeline.features.text import ArrowFile, arrow_file, record_of, text_batch
+from pipeline.features.text import arrow_file, record_of, text_batch
 from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.crew import Heartbeat
 from preprocess.dump.compare import sampled
-from preprocess.dump.plan import QUESTION, Plan, question_batch
+from preprocess.dump.plan import Plan
 from preprocess.dump.pool import records
 from preprocess.dump.report import REJECTED, describe_groups, examples, report_lines, suffix, write_rejected
 from preprocess.dump.task import ShardTask
@@ -70,8 +70,6 @@ def dump(recipe: Recipe) -> list[str]:
         store = store_of(recipe)
         manifest = _resume(recipe, folder, store)
         if recipe.features.keep == "all" and manifest.fed:
-            manifest.complete = False
-        if recipe.answers_streamed and QUESTIONS not in manifest.text:  # all answers were kept
             manifest.complete = False
         if recipe.features.dump and not manifest.complete:
             raise PipelineError(
@@ -139,17 +137,17 @@ def require_its_own(recipe: Recipe, got: FeatureSpec, find: Find, where: object)
 
 def _lost(folder: Path, manifest: Manifest, store: Store | None, sizes: dict[str, int]) -> set[str]:
     """The tables and shards of the manifest that are not whole, there or here."""
-    with Progress("verify shards", len(manifest.files), "files", quiet=not manifest.files) as progress:
-        lost = set()
+    files, lost = manifest.files, set()
+    with Progress("verify shards", len(files), "files", quiet=not files) as progress:
         if store is None:
-            found = ((record, reason is None) for record, reason in checked(folder, manifest.files))
+            whole = (reason is None for reason in damages(folder, files))
         else:
-            found = ((record, _is_stored(folder, record, store, sizes)) for record in manifest.files)
-        for record, is_whole in found:
+            whole = (_is_stored(folder, record, store, sizes) for record in files)
+        for record, is_whole in zip(files, whole, strict=True):
             if not is_whole:
                 lost.add(record.name)
             progress.advance(1)
-        return lost
+    return lost
 
 
 def _is_stored(folder: Path, record: Record, store: Store, sizes: dict[str, int]) -> bool:
@@ -207,9 +205,8 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
     write_provenance(folder, recipe)
     write_own_recipe(folder, recipe)
     make = worker_of(recipe, folder, manifest.spec)
-    # They are made again when training reads them; with known texts, those that an earlier dump kept stay.
-    if recipe.features.keep == "window" and (manifest.fed or recipe.answers_streamed):
-        manifest.shards = [*manifest.of("validation"), *filter(partial(_is_sample, recipe), manifest.of("train"))]
+    if recipe.features.keep == "window" and manifest.fed:  # they are made again; what an earlier dump kept stays
+        manifest.shards = manifest.of("validation")
     made_here = (*SPLITS, ANSWERS) if recipe.features.keep == "all" else ("validation", ANSWERS)
     done = sum(manifest.total(split, "tokens") for split in made_here)
     with Progress("dump", 0, "tokens", start=done) as progress, ledger, ExitStack() as stack:
@@ -218,21 +215,13 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
             split: stack.enter_context(arrow_file(folder / text_name(split), text_schema(manifest.spec)))
             for split in (() if own else SPLITS)
         }
-        if recipe.answers_streamed:
-            tables[QUESTIONS] = stack.enter_context(arrow_file(folder / text_name(QUESTIONS), QUESTION))
         tasks = _tasks(recipe, plan, manifest, tables, progress)
         for record in records(recipe, make, tasks, "features.batch_tokens", progress, attrgetter("tokens")):
             ledger.add(record)
         _require_accounted(recipe, plan, manifest)  # an error leaves the tables of before
-    manifest.text = {split: record_of(folder / text_name(split), table) for split, table in tables.items()}
+    manifest.text = {split: record_of(folder / text_name(split)) for split in tables}
     rejected = [*plan.rejected, *(pair for shard in manifest.shards for pair in shard.rejected.items())]
     write_rejected(folder, rejected)
-    if recipe.answers_streamed:  # of the sample the texts stay
-        (first,), manifest.shards = manifest.of("train"), manifest.of("validation")
-        if store is not None:
-            store.get(first.text.name, folder, first.text.sha256)
-        (folder / first.text.name).replace(folder / text_name("train"))
-        manifest.text["train"] = replace(first.text, name=text_name("train"))
     if store is not None:
         for record in manifest.text.values():
             _move(folder / record.name, store)
@@ -244,11 +233,6 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
     manifest.complete, manifest.prompts_sha256 = True, sha256(folder / HELDOUT_PROMPTS)
     manifest.fed = recipe.features.keep == "window" and manifest.lacks("train") > 0  # else an earlier dump kept all
     ledger.save()
-
-
-def _is_sample(recipe: Recipe, shard: ShardTask | ShardRecord) -> bool:
-    """Whether its answers are a sample of those that the target is to give while training reads them."""
-    return recipe.answers_streamed and (shard.split, shard.index) == ("train", 0)
 
 
 def worker_of(recipe: Recipe, folder: Path, spec: FeatureSpec) -> Callable[[Heartbeat], FeatureWorker]:
@@ -278,7 +262,7 @@ def sweep(folder: Path, manifest: Manifest, store: Store | None) -> None:
 def _require_accounted(recipe: Recipe, plan: Plan, manifest: Manifest) -> None:
     """Sets the manifest's accounting. Raises PipelineError where records are unaccounted for or a split has no rows."""
     shards, made = manifest.shards, manifest.of("train")
-    if recipe.features.keep == "window":  # a feeder refuses texts that would be rejected; it counts such questions
+    if recipe.features.keep == "window":  # a feeder refuses texts that would be rejected
         rest = plan.accepted["train"] - sum(shard.rows + len(shard.rejected) for shard in made)
         shards = [*shards, ShardRecord("", "train", 0, rest, plan.tokens["train"], 0, 0, "")]
     manifest.accounting = plan.accounting(shards)
@@ -297,7 +281,7 @@ def _require_accounted(recipe: Recipe, plan: Plan, manifest: Manifest) -> None:
 
 
 def _tasks(
-    recipe: Recipe, plan: Plan, manifest: Manifest, tables: dict[str, ArrowFile], progress: Progress
+    recipe: Recipe, plan: Plan, manifest: Manifest, tables: dict[str, pa.ipc.RecordBatchFileWriter], progress: Progress
 ) -> Iterator[ShardTask]:
     """Those whose shards are not finished. Every dialogue of the plan goes into its table, which is so written anew
     by every run: the same bytes as long as the source and the settings are the same. The target's own answers are no
@@ -308,10 +292,6 @@ def _tasks(
     for task in plan.tasks():
         progress.expect(plan.expected_tokens)
         if task.split in tables:
-            tables[task.split].write(text_batch(task.in_order, manifest.spec))
-        if task.split == "train" and QUESTIONS in tables:
-            tables[QUESTIONS].write(question_batch(task.documents))
-        if (task.split not in later or _is_sample(recipe, task)) and not task.is_done(
-            finished.get(shard_name(task.split, task.index)), recipe
-        ):
+            tables[task.split].write_batch(text_batch(task.in_order, manifest.spec))
+        if task.split not in later and not task.is_done(finished.get(shard_name(task.split, task.index)), recipe):
             yield task

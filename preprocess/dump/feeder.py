@@ -1,8 +1,7 @@
 """Feeds a training while it runs: makes the train shards that it wants next, and removes others to make room.
 
 What training wants is in a file that its rank 0 keeps (`pipeline.artifacts.features.Wanted`). A shard is a function of
-the text table (or of the table of questions, where the target answers) and its number, so one that is wanted again is
-made again, byte for byte.
+the text table and its number, so one that is wanted again is made again, byte for byte.
 
 Shards lie in the run's folder or in the recipe's store; the manifest that names them is the run's in either case, and
 the store's names what lasts.
@@ -12,7 +11,6 @@ shard that is not there. In the end none is left.
 """
 
 import time
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from operator import attrgetter
@@ -23,15 +21,12 @@ from pipeline.artifacts.provenance import recorded
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive
 from pipeline.basics.progress import Progress
-from pipeline.features.checked import checked
-from pipeline.features.shards import QUESTIONS, Manifest, ShardRecord, damage
+from pipeline.features.shards import Manifest, ShardRecord, damage, damages
 from pipeline.features.text import TextTable
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.crew import NOT_YET
 from preprocess.dump.driver import require_its_own, require_lasting, sweep, worker_of
-from preprocess.dump.plan import questions_of
 from preprocess.dump.pool import records
-from preprocess.dump.report import add_rejected, listed, read_rejected, write_rejected
 from preprocess.dump.task import ShardTask
 from preprocess.dump.worker import Document
 
@@ -39,8 +34,8 @@ LOOK_SECONDS = 0.05  # between two looks at what is wanted
 
 
 def feed(recipe: Recipe) -> list[str]:
-    """Until training wants no more. Raises PipelineError, also for a known text without finite states: training has
-    counted on it. A question may give no dialogue; the dump's list of what is rejected then has it, too.
+    """Until training wants no more. Raises PipelineError, also for a text without finite states: training has counted
+    on it.
     """
     folder = recipe.features_dir
     require_lasting(folder)
@@ -52,8 +47,7 @@ def feed(recipe: Recipe) -> list[str]:
 
 
 def _require_all(record: ShardRecord) -> None:
-    known = record.text is None  # else the target answers them
-    for doc_id, reason in record.rejected.items() if known else ():
+    for doc_id, reason in record.rejected.items():
         raise PipelineError(
             f"dialogue {doc_id}: {reason}. A training that is fed while it runs takes all dialogues: take this out of "
             "data.source, or set features.keep='all'"
@@ -67,29 +61,23 @@ class _Feeder:
         for table in manifest.text.values() if self._store is not None else ():
             if damage(folder, table):
                 self._store.get(table.name, folder, table.sha256)
-        self._questions = manifest.text.get(QUESTIONS)
         self._texts = TextTable.open(folder, manifest.text_of("train"), manifest.spec)
-        self._rejected = dict(read_rejected(folder))
-        write_rejected(folder, self._rejected.items())
         self._making = set[int]()
         self._made = self._tokens = 0
         self._began = self._counted = self._idle = 0.0  # when the first shard was begun; up to when; seconds a worker
 
     def run(self) -> list[str]:
-        if self._questions and (reason := damage(self._folder, self._questions)):
-            raise PipelineError(f"{self._folder / self._questions.name}: {reason}. Run the dump again")
         shards = self._manifest.of("train")
-        files = [file for shard in shards for file in shard.files]
         if self._store is None:
-            broken = {file.name for file, reason in checked(self._folder, files) if reason}
+            broken = [shard for shard, why in zip(shards, damages(self._folder, shards), strict=True) if why]
         else:  # nobody reads them all back: what a feeder that was killed left there is made again
-            broken = {file.name for file in files if self._manifest.fed}
+            broken = shards if self._manifest.fed else []
         if broken and not self._manifest.fed:
             raise PipelineError(
-                f"{self._folder} kept all shards, but {len(broken)} of their files are missing or damaged, as "
-                f"{min(broken)} is. Dump them again: run preprocess/dump_features.py with features.keep='all'"
+                f"{self._folder} kept all shards, but {len(broken)} of them are missing or damaged, as "
+                f"{broken[0].name} is. Dump them again: run preprocess/dump_features.py with features.keep='all'"
             )
-        self._remove({shard.index for shard in shards if broken & {file.name for file in shard.files}})
+        self._remove({shard.index for shard in broken})
         sweep(self._folder, self._manifest, self._store)
         make = worker_of(self._recipe, self._folder, self._manifest.spec)
         for record in self._manifest.of("train"):
@@ -98,7 +86,6 @@ class _Feeder:
             batches, tokens = "features.batch_tokens", attrgetter("tokens")
             for record in records(self._recipe, make, self._tasks(), batches, progress, tokens):
                 _require_all(record)
-                self._note(record)
                 self._count()
                 self._making.discard(record.index)
                 self._manifest.shards.append(record)
@@ -107,15 +94,7 @@ class _Feeder:
                 self._tokens += record.tokens
         self._remove(self._held)
         wanted_file(self._recipe).unlink(missing_ok=True)
-        reasons = Counter(self._rejected.values())
-        rejected = [f"rejected so far, by the dump or since: {listed(reasons)}"] if self._questions else []
-        return [*rejected, f"{self._made} {MADE}, {len(self._held) or 'none'} left{self._waited()}"]
-
-    def _note(self, record: ShardRecord) -> None:
-        """What first came of a question is written down, however often it is asked."""
-        if new := {doc_id: why for doc_id, why in record.rejected.items() if doc_id not in self._rejected}:
-            self._rejected |= new
-            add_rejected(self._folder, new.items())
+        return [f"{self._made} {MADE}, {len(self._held) or 'none'} left{self._waited()}"]
 
     def _count(self) -> None:
         """The time that workers had nothing to make, up to now: what is being made is about to change."""
@@ -151,8 +130,6 @@ class _Feeder:
 
     def _task(self, index: int) -> ShardTask:
         """As the plan made it."""
-        if self._questions:
-            return ShardTask("train", index, questions_of(self._folder / self._questions.name, index))
         size, texts = self._recipe.features.rows_per_shard, self._texts
         rows = range(index * size, min((index + 1) * size, len(texts)))
         return ShardTask("train", index, [Document(texts.doc_id(n), texts.ids(n), texts.mask(n)) for n in rows])
@@ -163,8 +140,8 @@ class _Feeder:
             return
         self._manifest.shards = [record for record in self._manifest.shards if record not in gone]
         self._manifest.save(self._folder)
-        for file in (file for record in gone for file in record.files):
+        for record in gone:
             if self._store is not None:
-                self._store.delete(file.name)
+                self._store.delete(record.name)
             else:
-                (self._folder / file.name).unlink(missing_ok=True)
+                (self._folder / record.name).unlink(missing_ok=True)

@@ -5,7 +5,6 @@ Knows no Ray.
 """
 
 import ctypes
-import json
 import signal
 import sys
 from collections import Counter, deque
@@ -13,15 +12,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from pipeline.basics.errors import PipelineError
 from pipeline.features.shards import ANSWERS, SPLITS, ShardRecord
@@ -43,18 +40,7 @@ from preprocess.sources.sequences import encode_sequences
 Encoded = tuple[list[tuple[str, chat.Encoded]], list[str]]  # what `encode_sequences` returns
 PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 AHEAD = 8  # dialogues a planning process that are encoded before they are asked for
-QUESTION = pa.schema([("dialogue", pa.string())])
 _here: dict[str, Any] = {}  # a planning process's own tokenizer
-
-
-def question_batch(dialogues: list[Dialogue]) -> pa.RecordBatch:
-    """What the target is asked for one shard, in the table of questions: JSON, as `questions_of` reads it."""
-    return pa.RecordBatch.from_pydict({"dialogue": [json.dumps(asdict(one)) for one in dialogues]}, QUESTION)
-
-
-def questions_of(table: Path, shard: int) -> list[Dialogue]:
-    batch = pa.ipc.open_file(pa.memory_map(str(table))).get_batch(shard)
-    return [Dialogue(**json.loads(line)) for line in batch["dialogue"].to_pylist()]
 
 
 def _exchanges(messages: chat.Messages) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.basics.files import write_text
 from pipeline.basics.public import public_name, public_text
-from pipeline.features.shards import ANSWERS, QUESTIONS, SPLITS, Manifest
+from pipeline.features.shards import ANSWERS, SPLITS, Manifest
 from pipeline.recipe.recipe import Recipe
 
 REJECTED = "rejected.jsonl"
@@ -15,24 +15,8 @@ REJECTED = "rejected.jsonl"
 
 def write_rejected(folder: Path, rejected: Iterable[tuple[str, str]]) -> None:
     """(document id, reason) of each dialogue that is not used."""
-    write_text(folder / REJECTED, _lines(rejected))
-
-
-def add_rejected(folder: Path, rejected: Iterable[tuple[str, str]]) -> None:
-    with (folder / REJECTED).open("a") as file:
-        file.write(_lines(rejected))
-
-
-def _lines(rejected: Iterable[tuple[str, str]]) -> str:
-    return "".join(json.dumps({"doc_id": doc_id, "reason": reason}) + "\n" for doc_id, reason in rejected)
-
-
-def read_rejected(folder: Path) -> list[tuple[str, str]]:
-    """What was written there; without a last line that was torn."""
-    path = folder / REJECTED
-    text = path.read_text() if path.exists() else ""
-    lines = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
-    return [(line["doc_id"], line["reason"]) for line in lines]
+    lines = (json.dumps({"doc_id": doc_id, "reason": reason}) + "\n" for doc_id, reason in rejected)
+    write_text(folder / REJECTED, "".join(lines))
 
 
 def listed(fates: dict[str, int], between: str = " ") -> str:
@@ -89,8 +73,7 @@ def report_lines(recipe: Recipe, manifest: Manifest) -> list[str]:
             f"split: {alone} records have no group by data.group={recipe.data.group!r}: each is split by its id"
         )
     if fed := manifest.lacks("train"):
-        what = "answers to {} questions" if QUESTIONS in manifest.text else "states of {} dialogues"
-        lines.append(f"train: {what.format(fed)} are made while training reads them")
+        lines.append(f"train: states of {fed} dialogues are made while training reads them")
     for split in SPLITS[bool(fed) :]:
         rows, tokens, trained = (manifest.total(split, count) for count in ("rows", "tokens", "trained_tokens"))
         lines.append(f"{split}: {rows} dialogues, {tokens:,} tokens, {trained:,} with a loss")

@@ -31,7 +31,6 @@ from preprocess.sources.sequences import encode_sequences
 
 RENDERED_OTHERWISE = "rendered_otherwise"  # what the target said has other tokens in the dialogue's rendering
 FURTHER = "further_sequences"
-SEVERAL = "several_sequences"  # of one question, where training numbers its rows by questions
 
 
 @dataclass(frozen=True)
@@ -233,8 +232,6 @@ class FeatureWorker:
         dialogue = Dialogue(conversation.doc_id, turns, (), conversation.tools, keywords=keywords)
         with self._interview.reading:
             sequences, more = encode_sequences(self._source.tokenizer, dialogue, self._recipe.data)
-        if len(sequences) > 1 and self._recipe.answers_streamed:
-            raise Unusable(SEVERAL)
         edits.update([*conversation.edits, *filter(None, [conversation.end]), *more])
         edits.update({FURTHER: len(sequences) - 1} if len(sequences) > 1 else {})
         documents, left = [], conversation.tokens

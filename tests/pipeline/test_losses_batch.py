@@ -24,7 +24,7 @@ from pipeline.drafts.skipper import SkipperConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.features.batch import Noise, collate, collate_packed
 from pipeline.features.positions import Horizons, trained
-from pipeline.features.schema import FeatureSpec, Row, blank_row
+from pipeline.features.schema import Row
 from pipeline.lm.embedding_head import LMHead
 from tests.kit import mask_of, positions_in
 
@@ -420,13 +420,6 @@ def test_an_emptied_batch_has_neither_loss_nor_gradient(draft):
     given_states(draft, batch)[1, 2] = float("nan")
     assert not torch.isfinite(objective_of(draft.config).loss(draft, batch)[0])
     loss, sums, gradient = gradient_of(draft, batch.emptied())
-    assert loss == 0 and not gradient.any()
-    assert not any(value for parts in sums.values() for value in parts.values())
-
-
-def test_a_blank_row_has_neither_loss_nor_gradient(any_draft):
-    spec = FeatureSpec(32, "float32", "target", "tokenizer", "template", "recipe", auxiliary_layers="1 2 3")
-    loss, sums, gradient = gradient_of(any_draft, batch_of(any_draft, [blank_row("d", spec)] * 2, TOTALS))
     assert loss == 0 and not gradient.any()
     assert not any(value for parts in sums.values() for value in parts.values())
 

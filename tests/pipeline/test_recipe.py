@@ -220,8 +220,8 @@ def test_what_is_said_of_an_unknown_key(recipe_file, overrides, words):
         ),
         (["regenerate.top_p=0.9"], "choose nothing at temperature 0"),
         (
-            ["data.answers=target", "features.keep=window", "train.tokens=10"],
-            "train.tokens=10 counts tokens of answers that features.keep='window' has not got",
+            ["data.answers=target", "features.keep=window"],
+            "have the target answer first (jakiro regenerate) and name its answers as data.source",
         ),
     ],
 )

@@ -7,7 +7,6 @@ import pytest
 from pipeline.lm.chat import Unusable
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.template import apply_settings
-from preprocess.dump.plan import question_batch
 from preprocess.sources.dialogues import Dialogue, clean
 from tests.kit import byte_tokenizer
 from tests.pipeline.test_chat import GEMMA, masked_runs, text_of, tokenizer_with
@@ -233,7 +232,6 @@ def test_dialogues_that_differ_in_their_keywords_are_asked_as_two():
     """What was dumped of the one is not taken for the other."""
     one, other = (clean({"id": "doc", **with_keywords({"custom_instructions": text})}) for text in "xy")
     assert one.content() != other.content() != Dialogue("doc", one.messages, ()).content()
-    assert question_batch([one]) != question_batch([other])
 
 
 # -- images ----------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from tests.kit import (
     write_sharegpt,
 )
 from tests.loopback import KEYS, Handler, Loopback
-from tests.train.runs import run_training
+from tests.train.runs import train_here
 
 
 @pytest.mark.parametrize("kind", ["s3", "file", "memory"])
@@ -134,8 +134,7 @@ def test_another_head_node_goes_on_where_the_first_stopped(dumped, tmp_path):
 def test_training_fetches_what_it_lacks_and_refuses_what_is_damaged(dumped, tmp_path, capsys):
     recipe_file, url, expected = dumped
     (tmp_path / "features").mkdir()
-    done = run_training((recipe_file, None), tmp_path, "train.epochs=1", draft="eagle", ranks=2)
-    assert done.returncode == 0, done.stdout + done.stderr
+    train_here((recipe_file, None), tmp_path, "train.epochs=1", draft="eagle")
     assert (tmp_path / "drafts/eagle/model.safetensors").exists()
 
     name = sorted(expected)[0]

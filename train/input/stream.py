@@ -11,27 +11,17 @@ recipe's store or the run's folder; a copy goes when it is not among those that 
 
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from pipeline.artifacts.features import Wanted, fetching, store_of, wanted_file, write_wanted
 from pipeline.basics.errors import PipelineError
-from pipeline.features.schema import FeatureSpec, Row, blank_row, of_layers, require_readable, token_bytes
-from pipeline.features.shards import (
-    QUESTIONS,
-    FeatureStore,
-    Manifest,
-    ShardRecord,
-    damage,
-    kind_of,
-    open_shard,
-    part_starts,
-    shard_name,
-    text_name,
-)
+from pipeline.basics.files import sha256
+from pipeline.features.schema import FeatureSpec, token_bytes
+from pipeline.features.shards import FeatureStore, Manifest, ShardRecord, damage, open_shard, shard_name
 from pipeline.features.text import TextTable
 from pipeline.recipe.recipe import Recipe
 
@@ -42,35 +32,30 @@ log = logging.getLogger(__name__)
 
 
 class FedStore(FeatureStore):
-    """All of the train table's dialogues. `records` are what the shards will be, their bytes an upper bound."""
+    """All of the train table's dialogues. `records` are what the shards will be, their bytes an upper bound. A row is
+    waited for until its shard is there.
+    """
 
     def __init__(self, recipe: Recipe, expected: FeatureSpec):
         """Raises PipelineError for an unfinished or foreign dump."""
-        folder, size = recipe.shards_dir, recipe.features.rows_per_shard
-        manifest = Manifest.load(folder)
-        require_readable(manifest.spec, expected, folder)
-        manifest.require_complete(folder)
-        self._take(manifest.spec, expected)
-        self._recipe = recipe
-        self.texts = self.sample = TextTable.open(folder, manifest.text_of("train"), self.spec)
-        lengths_N, self.records = self._lengths(manifest), []
-        for index, first in enumerate(range(0, len(lengths_N), size)):
-            mine = lengths_N[first : first + size]
-            rows, tokens = len(mine), int(mine.sum())
-            most = tokens * token_bytes(self.stored.stored_dtype, self.stored.hidden_size, 1 + self.stored.auxiliary)
-            most += FRAME_BYTES * (rows + 1)
-            self.records.append(ShardRecord(shard_name("train", index), "train", index, rows, tokens, 0, most, ""))
-        self._starts = np.cumsum([0] + [record.rows for record in self.records])
-        self._parts = part_starts(self.records)
-        self._readers = self._arriving = _Arriving(recipe, self.stored, self._reader)
+        self._recipe, self._folder = recipe, recipe.shards_dir
+        self._digest = sha256 if recipe.train.verify_checksums else None
+        self._source = store_of(recipe, self._folder) if recipe.copies else None
+        self._open: dict[int, pa.ipc.RecordBatchFileReader] = {}
         self.at: dict[Any, int] = {}  # the step that each of its readers is at
         self._news: tuple[set[int], int] | None = None  # what the last step wanted soon, and how many in all
+        super().__init__(self._folder, "train", expected)
 
-    _reader: Any = staticmethod(open_shard)
-
-    def _lengths(self, manifest: Manifest) -> np.ndarray:
-        """Tokens of each dialogue, at most."""
-        return self.texts.lengths_N
+    def _opened(self, folder: Path, manifest: Manifest, split: str) -> tuple[list[ShardRecord], TextTable]:
+        texts = TextTable.open(folder, manifest.text_of(split), self.stored)
+        size, records = self._recipe.features.rows_per_shard, []
+        for index, first in enumerate(range(0, len(texts), size)):
+            lengths = texts.lengths_N[first : first + size]
+            rows, tokens = len(lengths), int(lengths.sum())
+            most = tokens * token_bytes(self.stored.stored_dtype, self.stored.hidden_size, 1 + self.stored.auxiliary)
+            most += FRAME_BYTES * (rows + 1)
+            records.append(ShardRecord(shard_name(split, index), split, index, rows, tokens, 0, most, ""))
+        return records, texts
 
     def room(self, now: int) -> int:
         """How many shards the recipe has room for, whichever they are. `now`: so many are needed at once, and are all
@@ -94,105 +79,57 @@ class FedStore(FeatureStore):
         if news == self._news:  # the order of the others is what it was
             return
         self._news = news
-        self._arriving.close_others(soon)
+        for index in set(self._open).difference(soon):  # its space is free when every rank has closed it
+            del self._open[index]
+        remove_copies(self._recipe, soon)
         if tell:
             write_wanted(self._recipe, wanted)
 
-
-class _AnsweredShard(FeatureStore):
-    """By the place of its question, which is that of the dialogue's id: each dialogue, or a blank row."""
-
-    def __init__(self, folder: Path, record: ShardRecord, spec: FeatureSpec):
-        self._open(folder, Manifest(spec, [record]), record.split, spec)
-        given = {self.texts.doc_id(number): number for number in range(len(self))}
-        self._given = [(doc_id, given.get(doc_id)) for doc_id in sorted(given.keys() | record.rejected.keys())]
-
-    def row(self, index: int, decode: bool = True) -> Row:
-        doc_id, number = self._given[index]
-        return blank_row(doc_id, self.spec, decode) if number is None else super().row(number, decode)
-
-
-class AnsweredStore(FedStore):
-    """The same where the target answers while training reads: shards bring the texts. Dialogues are numbered by the
-    plan of questions, whatever comes of them; one that gives no dialogue is a blank row, which trains nothing.
-    """
-
-    _reader = _AnsweredShard
-
-    def __init__(self, recipe: Recipe, expected: FeatureSpec):
-        super().__init__(recipe, expected)
-        self.texts = self
-
-    def _lengths(self, manifest: Manifest) -> np.ndarray:
-        return np.full(manifest.text[QUESTIONS].rows, self._recipe.data.max_length)
-
-    def row(self, index: int, decode: bool = True) -> Row:
-        shard, place = divmod(index, self._recipe.features.rows_per_shard)
-        return of_layers(self._readers[shard].row(place, decode), self.stored, self.spec)
-
-    def ids(self, number: int) -> np.ndarray:
-        return self.row(number, decode=False).input_ids
-
-    def mask(self, number: int) -> np.ndarray:
-        return self.row(number, decode=False).loss_mask
-
-
-class _Arriving(dict[int, Any]):
-    """Open shards by number. One that is asked for is waited for."""
-
-    def __init__(self, recipe: Recipe, spec: FeatureSpec, reader: Callable[..., Any]):
-        self._recipe, self._folder, self._spec, self._reader = recipe, recipe.shards_dir, spec, reader
-        self._store = store_of(recipe, self._folder) if recipe.copies else None
-
-    def __missing__(self, index: int) -> Any:
-        begin, told, waited = time.monotonic(), wanted_file(self._recipe), 0.0
-        while True:
-            for record in Manifest.load(self._recipe.features_dir).of("train"):
-                if record.index == index and (reader := self._opened(record, waited)) is not None:
-                    self[index] = reader
-                    return reader
+    def _reader(self, shard: int) -> pa.ipc.RecordBatchFileReader:
+        begin, waited = time.monotonic(), 0.0
+        while (reader := self._open.get(shard)) is None:
+            if (record := self._listed(shard)) and (reader := self._arrived(record, waited)) is not None:
+                self._open[shard] = reader
+                break
             time.sleep(LOOK_SECONDS)
             before, waited = waited, time.monotonic() - begin
             if before // TELL_SECONDS < waited // TELL_SECONDS:
-                log.warning("training waits for shard %d: does preprocess/feed.py run, and see %s?", index, told)
+                where = wanted_file(self._recipe)
+                log.warning("training waits for shard %d: does preprocess/feed.py run, and see %s?", shard, where)
+        return reader
 
-    def _opened(self, record: ShardRecord, waited: float, tries: int = 2) -> Any:
+    def _listed(self, index: int) -> ShardRecord | None:
+        shards = Manifest.load(self._recipe.features_dir).of("train")
+        return next((record for record in shards if record.index == index), None)
+
+    def _arrived(self, record: ShardRecord, waited: float, tries: int = 2) -> pa.ipc.RecordBatchFileReader | None:
         """None where it went at this moment: the feeder makes it again. Raises PipelineError for a damaged one, for one
         that cannot be fetched, and for one that a shared folder lacks for long: it may show a new file late.
         """
-        source = self._recipe.features_dir
+        path = self._folder / record.name
         try:
-            verify = self._recipe.train.verify_checksums
-            if self._store is not None:
+            if self._source is not None:
                 with fetching(self._folder):  # once for all ranks of this node
-                    for file in (file for file in record.files if damage(self._folder, file, verify)):
-                        self._store.get(file.name, self._folder, file.sha256)
-            for file in record.files if self._store is None else ():
-                if reason := damage(self._folder, file, verify):
-                    raise PipelineError(f"{kind_of(file)} {self._folder / file.name}: {reason}. Run again")
-            return self._reader(self._folder, record, self._spec)
+                    if damage(self._folder, record, self._digest):
+                        self._source.get(record.name, self._folder, record.sha256)
+            elif reason := damage(self._folder, record, self._digest):
+                raise PipelineError(f"feature shard {path}: {reason}. Run again")
+            return open_shard(self._folder, record, self.stored)
         except (PipelineError, OSError) as error:
-            if record not in Manifest.load(source).of("train"):
+            if record != self._listed(record.index):
                 return None
-            shared = not self._recipe.features.store
-            if shared and waited < TELL_SECONDS and not all((source / file.name).exists() for file in record.files):
+            late = not self._recipe.features.store and not (self._recipe.features_dir / record.name).exists()
+            if late and waited < TELL_SECONDS:
                 return None
             if tries == 1:  # else it went, and is there again
                 raise PipelineError(f"feature shard {record.name}: {error}") from None
             time.sleep(LOOK_SECONDS)
-            return self._opened(record, waited, tries - 1)
-
-    def close_others(self, kept: set[int]) -> None:
-        """Their space on the disk is free when every rank has closed them."""
-        for index in set(self).difference(kept):
-            del self[index]
-        remove_copies(self._recipe, kept)
+            return self._arrived(record, waited, tries - 1)
 
 
 def remove_copies(recipe: Recipe, kept: set[int]) -> None:
     """This node's, of other shards. A rank that still reads one goes on."""
-    names = {name("train", index) for index in kept for name in (shard_name, text_name)}
-    for pattern in ("features-train-*", "text-train-*") if recipe.copies else ():
-        for path in recipe.shards_dir.glob(pattern):
-            if path.name not in names:
-                path.unlink(missing_ok=True)
+    names = {shard_name("train", index) for index in kept}
+    for path in recipe.shards_dir.glob("features-train-*") if recipe.copies else ():
+        if path.name not in names:
+            path.unlink(missing_ok=True)
