@@ -37,7 +37,7 @@ def dump_keys(recipe: Recipe) -> list[str]:
     """Return the keys that feature shards depend on."""
     if recipe.features.dump:
         return ["features.dump"]
-    answered = ["target.engine", "features.keep"] if recipe.data.answers == "target" else []
+    answered = ["target.engine"] if recipe.data.answers == "target" else []
     return ["data.answers", *answered, *_keys(recipe.dump_settings)]
 
 
@@ -57,8 +57,7 @@ def training_keys(recipe: Recipe, draft: str) -> list[str]:
 
 def release_keys(recipe: Recipe) -> list[str]:
     """Return the keys that a release depends on."""
-    streamed = ["features.keep"] if recipe.data.answers == "target" else []
-    return ["draft", "published", *streamed, *_keys(recipe.settings)]
+    return ["draft", "published", *_keys(recipe.settings)]
 
 
 def regenerate_keys(recipe: Recipe) -> list[str]:

@@ -185,13 +185,12 @@ ODD = [
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.dictionaries(st.text(max_size=3), ITEMS, max_size=4))
+@given(st.dictionaries(st.text(max_size=3), ITEMS, max_size=4) | st.sampled_from(ODD))
 def test_a_seal_is_that_of_the_round_trip_through_json(value):
-    for one in (value, *ODD):
-        assert seal_of(one) == seal_of_the_round_trip(one)
-        content = json.dumps(one | {"seal": seal_of_the_round_trip(one)}).encode()  # written by an earlier version
-        again = json.loads(content)
-        assert again.pop("seal") and repr(unsealed(content, "x", "")) == repr(again)
+    assert seal_of(value) == seal_of_the_round_trip(value)
+    content = json.dumps(value | {"seal": seal_of_the_round_trip(value)}).encode()  # written by an earlier version
+    again = json.loads(content)
+    assert again.pop("seal") and repr(unsealed(content, "x", "")) == repr(again)
 
 
 @pytest.mark.parametrize("value", [VALUE, {"a": [], "b": {}, "c": [[1], {"d": 2}], 'e"\n': "é\n"}, {}, *ODD[2:]])
