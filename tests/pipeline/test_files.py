@@ -184,7 +184,7 @@ ODD = [
 ]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=3), ITEMS, max_size=4) | st.sampled_from(ODD))
 def test_a_seal_is_that_of_the_round_trip_through_json(value):
     assert seal_of(value) == seal_of_the_round_trip(value)
