@@ -2,8 +2,8 @@
 
     python -m preprocess.verify DIR [--rows 8] [--against ENGINE] [--recipe RECIPE] [--repair]
 
-Reads every table and shard in full (a dump that goes on and a training read what changed since it was last found
-whole) and checks it against the manifest (size, SHA-256) and its schema. Compares rows, tokens and trained tokens of
+Reads every table and shard in full (a dump that goes on and a training read what changed since this machine last read
+it) and checks it against the manifest (size, SHA-256) and its schema. Compares rows, tokens and trained tokens of
 the tables and shards of a finished dump with each other and with the manifest. Looks for files that the manifest does
 not know, and forwards a sample of rows through the target again, by the recipe's engine or by another one: --against
 transformers says how far an engine's states are off, layer by layer. The recipe is the one that this user's dump left
@@ -13,8 +13,6 @@ fetched into DIR first. --repair dumps again what is damaged; nothing else is to
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -23,7 +21,6 @@ from pipeline.artifacts.features import fetch, of_another_target, require_dump_o
 from pipeline.artifacts.provenance import OWN_RECIPE, own_recipe, recorded
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.progress import Progress
-from pipeline.features.checked import THREADS, forget
 from pipeline.features.schema import FeatureSpec
 from pipeline.features.shards import (
     ANSWERS,
@@ -31,9 +28,8 @@ from pipeline.features.shards import (
     HELDOUT_PROMPTS,
     SPLITS,
     Manifest,
-    Record,
     ShardRecord,
-    damage,
+    damages,
     open_shard,
     part_starts,
     prompts_damage,
@@ -41,7 +37,7 @@ from pipeline.features.shards import (
     text_name,
     usable_texts,
 )
-from pipeline.features.text import TextRecord, TextTable
+from pipeline.features.text import TextTable
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import identify
 from pipeline.recipe.load import load_recipe
@@ -51,31 +47,18 @@ from preprocess.dump.compare import compare
 from preprocess.dump.driver import dump
 
 
-def damaged_shards(folder: Path, manifest: Manifest, keep: str = "all") -> dict[str, str]:
+def damaged_shards(folder: Path, manifest: Manifest) -> dict[str, str]:
     """Name -> what is wrong, over all files of the manifest, all of the folder and the held-out prompts."""
-    found = {}
-
-    files = sorted(manifest.files, key=lambda record: isinstance(record, ShardRecord))
-    tables = sum(isinstance(record, TextRecord) for record in files)
-    with Progress("verify", len(files), "files") as progress, ThreadPoolExecutor(THREADS) as threads:
-
-        def look(records: Sequence[Record], reason_of: Callable[[Record], str | None]) -> None:
-            for record, reason in zip(records, threads.map(reason_of, records), strict=True):
-                if reason:
-                    found[record.name] = reason
-                progress.advance(1)
-
-        look(files[:tables], lambda record: damage(folder, record) or _table_damage(folder, record, manifest.spec))
-        fed = {"train"} if keep == "window" and manifest.lacks("train") else set()  # shards come and go
-        texts = _texts(folder, manifest, found, fed) if manifest.complete else {}
-        look(
-            files[tables:],
-            lambda record: (
-                damage(folder, record) or _inconsistency(folder, record, manifest.spec, texts.get(record.name))
-            ),
-        )
-    if found:  # a disk may lose bits without telling: what was found whole before may be the same file
-        forget(folder)
+    files, found = manifest.files, {}
+    with Progress("verify", len(files), "files") as progress:
+        for record, reason in zip(files, damages(folder, files, anew=True), strict=True):
+            if reason:
+                found[record.name] = reason
+            progress.advance(1)
+    texts = _texts(folder, manifest, found) if manifest.complete else {}
+    for shard in (*manifest.shards, *manifest.answers):
+        if shard.name not in found and (reason := _inconsistency(folder, shard, manifest.spec, texts.get(shard.name))):
+            found[shard.name] = reason
     known = {record.name for record in files}
     for path in sorted(path for pattern in FILES for path in folder.glob(pattern)):
         if path.name not in known:
@@ -87,24 +70,14 @@ def damaged_shards(folder: Path, manifest: Manifest, keep: str = "all") -> dict[
     return found
 
 
-def _table_damage(folder: Path, record: TextRecord, spec: FeatureSpec) -> str | None:
-    try:
-        TextTable.open(folder, [record], spec)
-    except PipelineError as error:
-        return str(error)
-    return None
-
-
-def _texts(
-    folder: Path, manifest: Manifest, found: dict[str, str], fed: set[str]
-) -> dict[str, tuple[TextTable, int, int]]:
+def _texts(folder: Path, manifest: Manifest, found: dict[str, str]) -> dict[str, tuple[TextTable, int, int]]:
     """Name of a shard -> its set's texts, the number of its first there and the row that it counts from, of the sets
     whose tables are whole. Adds to `found` the tables that hold other rows than the shards of a finished dump are of.
     """
     texts = {}
-    for split in (name for name in (*SPLITS, ANSWERS) if name not in fed):
+    for split in (*SPLITS, ANSWERS):
         tables = [record.name for record in manifest.text_of(split)]
-        if found.keys() & set(tables):
+        if found.keys() & set(tables) or (split == "train" and manifest.fed):  # its shards come and go
             continue
         try:
             usable = usable_texts(folder, manifest, split)
@@ -165,7 +138,7 @@ def verify(
     if repair and recipe and (found or not manifest.complete):
         _repair(folder, recipe, manifest, found)
         manifest = Manifest.load(folder)
-        found = damaged_shards(folder, manifest, recipe.features.keep)
+        found = damaged_shards(folder, manifest)
     if found or not manifest.complete:
         raise PipelineError(f"{folder} is not whole. Repair it: jakiro verify {folder} --recipe RECIPE --repair")
     if recipe and rows:
@@ -176,13 +149,12 @@ def _damaged(folder: Path, recipe: Recipe | None) -> dict[str, str]:
     """What is damaged here is fetched again where a store has it; what is damaged there, too, stays."""
     if recipe:
         fetch(recipe, checksums=False)
-    keep = recipe.features.keep if recipe else "all"
-    found = damaged_shards(folder, Manifest.load(folder), keep)
+    found = damaged_shards(folder, Manifest.load(folder))
     if found and recipe and recipe.features.store:
         for name in found:
             (folder / name).unlink(missing_ok=True)
         fetch(recipe, checksums=False)
-        found = damaged_shards(folder, Manifest.load(folder), keep)
+        found = damaged_shards(folder, Manifest.load(folder))
     return found
 
 

@@ -296,7 +296,7 @@ def test_what_changed_since_it_was_written_is_neither_released_nor_done(copied):
     ):
         whole = path.read_bytes()
         replace_once(path, old, new) if old else flip(path)
-        told = "(: line 1)? (was changed or damaged|is missing, or not the plot)"
+        told = " (was changed or damaged|is missing, or not the plot)"
         with pytest.raises(PipelineError, match=path.name + told):
             build_release(recipe)
         path.write_bytes(whole)

@@ -17,14 +17,14 @@ if __name__ == "__main__":
 
 import torch.distributed as dist
 
-from pipeline.artifacts.features import Wanted, readable_spec, write_wanted
+from pipeline.artifacts.features import Wanted, fetch, readable_spec, write_wanted
 from pipeline.basics.progress import publish
 from pipeline.lm.model import load_embed_head
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.running import entry
 from train.engine.engine import start_distributed
 from train.engine.pulse import leave_distributed
-from train.input.features import bring, open_checked
+from train.input.features import open_checked
 from train.input.stream import remove_copies
 from train.loop import train
 
@@ -45,7 +45,7 @@ def main() -> None:
         publish(recipe.paths.run, "train")
     embed_head = load_embed_head(recipe.target)
     expected = readable_spec(recipe)
-    bring(recipe, expected)  # before the ranks meet: those of one node wait for each other here
+    fetch(recipe, expected, folder=recipe.paths.shards)  # before the ranks meet: a node's wait for each other
     start_distributed()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     features = cache(lambda: open_checked(recipe, expected))  # once, before the first draft that is to be trained

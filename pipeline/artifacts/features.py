@@ -16,7 +16,7 @@ from pipeline.basics.files import read_sealed, write_sealed
 from pipeline.basics.progress import Progress
 from pipeline.features.engines import identity_of
 from pipeline.features.schema import FeatureSpec, require_readable
-from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, Manifest, Record, damage, prompts_damage
+from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, Manifest, damage, prompts_damage
 from pipeline.features.store import Store
 from pipeline.lm.attention import most_positions
 from pipeline.lm.model import TargetIdentity, identify, load_config, load_tokenizer
@@ -189,7 +189,7 @@ def fetch(
 
     Any number of a node's processes may call it at once: one fetches, the others wait. `expected` is compared before
     anything is fetched; without `checksums` damaged shards come unnoticed, for `verify` to find. Raises PipelineError,
-    also for a dump that is not finished.
+    also for a dump that is not finished, and for another folder that holds another dump.
     """
     folder = folder or recipe.paths.features
     elsewhere, store = folder.resolve() != recipe.paths.features.resolve(), store_of(recipe, folder)
@@ -199,11 +199,16 @@ def fetch(
     with fetching(folder):
         for leftover in folder.glob(".*.tmp") if elsewhere else ():  # of ranks that were killed
             leftover.unlink()
+        held = _held_copies(folder, expected) if elsewhere else _held(folder)
         manifest = store.manifest()
         if expected is not None:
             require_readable(manifest.spec, expected, store.name)
         manifest.require_complete(store.name)
-        wanted = _lacking(folder, manifest, recipe.features.keep)
+        wanted = [  # not there, of another size, or dumped anew since
+            record
+            for record in manifest.lasting(recipe.features.keep)
+            if held.get(record.name, record.sha256) != record.sha256 or damage(folder, record, digest=None)
+        ]
         with Progress("fetch", len(wanted), "shards", quiet=not wanted) as progress:
             for record in wanted:
                 store.get(record.name, folder, record.sha256 if checksums else None)
@@ -220,19 +225,27 @@ def fetching(folder: Path) -> FileLock:
     return FileLock(folder / ".fetch.lock")
 
 
-def _lacking(folder: Path, manifest: Manifest, keep: str) -> list[Record]:
-    """The lasting tables and shards that `folder` lacks: not there, of another size, or dumped anew since its own
-    manifest was saved.
-    """
+def _held(folder: Path) -> dict[str, str]:
+    """The SHA-256 of each file of a folder's manifest; of none where that is not there or is about to be written."""
+    with suppress(PipelineError):
+        return {record.name: record.sha256 for record in Manifest.load(folder).files}
+    return {}
+
+
+def _held_copies(folder: Path, expected: FeatureSpec | None) -> dict[str, str]:
+    """The same of copies. Raises PipelineError where they are of another dump, or nobody knows: none is replaced."""
+    if not (folder / MANIFEST).exists():
+        return {}
     try:
-        held = {record.name: record.sha256 for record in Manifest.load(folder).files}
-    except PipelineError:  # none there, or not to be read: it is about to be written anew
-        held = {}
-    return [
-        record
-        for record in manifest.lasting(keep)
-        if held.get(record.name, record.sha256) != record.sha256 or damage(folder, record, checksum=False)
-    ]
+        manifest = Manifest.load(folder)
+    except PipelineError:
+        raise PipelineError(
+            f"train.shards {folder}: its {MANIFEST} is damaged, or of another version of this project. Remove that "
+            "folder if it holds copies only, and run again: the features are brought anew; else name another"
+        ) from None
+    if expected is not None:
+        require_readable(manifest.spec, expected, folder)
+    return {record.name: record.sha256 for record in manifest.files}
 
 
 def heldout_prompts(recipe: Recipe) -> Path:

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -246,30 +246,46 @@ def sealed_lines(values: Iterable[dict[str, Any]]) -> str:
 
 def read_sealed_lines(path: Path, remedy: str) -> list[dict[str, Any]]:
     """The values of `sealed_lines`; nothing where there is no file. Raises PipelineError, which ends with `remedy`,
-    for a line that was changed, added or lost, the last ones included.
+    where a line was changed, added or lost, the last one included.
     """
     if not path.exists():
         return []
-    content = path.read_bytes()
-    *lines, tail = content.split(b"\n")
-    values = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            values.append(unsealed(line, path, ""))
-        except PipelineError:
-            raise PipelineError(
-                f"{path}: line {number} was changed or damaged after it was written. {remedy}"
-            ) from None
-    closing, before = (values.pop(), content[: -len(lines[-1]) - 1]) if values else ({}, b"")
-    digest = hashlib.sha256(before).hexdigest()
-    if tail or closing.get(CLOSING) != len(values) or closing.get("sha256") != digest:
+    *lines, closing = path.read_bytes().splitlines(keepends=True) or [b""]
+    try:
+        values = [parse_object(line, path) for line in lines]
+        marks = unsealed(closing, path, "")
+    except PipelineError:
+        marks = {}
+    whole = {CLOSING: len(lines), "sha256": hashlib.sha256(b"".join(lines)).hexdigest()}
+    if marks != whole or not closing.endswith(b"\n"):
         raise PipelineError(
-            f"{path} lost its end, or lines of it: its last line does not close it. It was changed or damaged after it "
-            f"was written, or is of another version. {remedy}"
+            f"{path} was changed or damaged after it was written, or is of another version: its last line is not that "
+            f"of the lines before it. {remedy}"
         )
-    return values
+    return [{key: item for key, item in value.items() if key != SEAL} for value in values]
+
+
+# -- files that a sealed list names: a manifest, a resume state ------------------------------------------------------
 
 
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+Digest = Callable[[Path], str]  # the SHA-256 of a file
+
+
+def difference(
+    path: Path, wanted: str, size: int | None, by: str = "the manifest", digest: Digest | None = sha256
+) -> str | None:
+    """Why a file is not the one whose SHA-256, and size, are listed `by` that; None when it is. Without a `digest` it
+    is not read.
+    """
+    if not path.is_file():
+        return "it is missing"
+    if size is not None and (now := path.stat().st_size) != size:
+        return f"it has {now} bytes, {by} says {size}: it was truncated or overwritten"
+    if digest and digest(path) != wanted:
+        return f"its SHA-256 is not {by}'s: its content was changed or damaged"
+    return None

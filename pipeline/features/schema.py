@@ -21,7 +21,6 @@ of `FeatureSpec`, a table's those that its text depends on. A row that no shard 
 not used: which these are, the manifest says.
 """
 
-import re
 import warnings
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
@@ -29,7 +28,7 @@ from typing import Annotated, Any
 import numpy as np
 import pyarrow as pa
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, with_config
 
 from pipeline.basics.errors import PipelineError
 
@@ -48,23 +47,37 @@ _TORCH_WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # for reinterpre
 FP8 = "float8_e4m3fn"
 
 
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("is not printable")
+    return text
+
+
+# What a manifest of somebody's may hold: pydantic checks it where one is read (`Manifest.parse`).
+Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 53)]
+Counts = dict[Annotated[str, Field(pattern=r"^[ -~]{1,200}$")], Count]  # by reason
+Words = Annotated[str, Field(max_length=10_000), AfterValidator(_printable)]
+Numbers = Annotated[str, Field(max_length=10_000, pattern=r"^([0-9]{1,9}( [0-9]{1,9})*)?$")]
+
+
+@with_config(extra="forbid")
 @dataclass(frozen=True)
 class FeatureSpec:
     """What makes two shards interchangeable."""
 
-    hidden_size: int
-    stored_dtype: str
-    target: str  # fingerprint of configuration and weights
-    tokenizer: str
-    template: str
-    recipe: str  # its `dump_hash`
-    norm_stage: str = POST_FINAL_NORM
-    auxiliary_layers: str = ""  # "2 15 27", counted from 1; what follows the last hidden state
-    template_settings: str = ""  # in words: whether the target thinks, what date it is told, its template's keywords
-    dtype: str = "bfloat16"  # in which the target computed
-    engine: str = "transformers"  # that computed the states, and its version
-    engine_version: str = ""
-    stop_ids: str = ""  # of the target, where its own answers are the texts; in the manifest alone, not in a shard
+    hidden_size: Annotated[int, Field(strict=True, gt=0, lt=1 << 24)]
+    stored_dtype: Words
+    target: Words  # fingerprint of configuration and weights
+    tokenizer: Words
+    template: Words
+    recipe: Words  # its `dump_hash`
+    norm_stage: Words = POST_FINAL_NORM
+    auxiliary_layers: Numbers = ""  # "2 15 27", counted from 1; what follows the last hidden state
+    template_settings: Words = ""  # whether the target thinks, what date it is told, its template's keywords
+    dtype: Words = "bfloat16"  # in which the target computed
+    engine: Words = "transformers"  # that computed the states, and its version
+    engine_version: Words = ""
+    stop_ids: Numbers = ""  # of the target, where its own answers are the texts; in the manifest alone, not in a shard
     version: int = VERSION
 
     @property
@@ -75,10 +88,6 @@ class FeatureSpec:
     def auxiliary(self) -> int:
         """How many auxiliary layers."""
         return len(self.auxiliary_numbers)
-
-
-Count = Annotated[int, Field(ge=0)]
-Counts = dict[Annotated[str, Field(pattern=r"^[ -~]{1,200}$")], Count]  # by reason
 
 
 class Accounting(BaseModel):
@@ -95,21 +104,6 @@ class Accounting(BaseModel):
     grouped: Counts
     examples: dict[Annotated[str, Field(pattern=r"^[ -~]{1,200}$")], Annotated[str, Field(max_length=2000)]] = {}
     torn_tail_after: Count | None
-
-
-def checked_spec(raw: dict[str, Any]) -> FeatureSpec:
-    """A spec of somebody's manifest. Raises TypeError or ValueError for what is none."""
-    spec = FeatureSpec(**raw)
-    texts = {name: value for name, value in asdict(spec).items() if name not in ("hidden_size", "version")}
-    if type(spec.hidden_size) is not int or not 0 < spec.hidden_size < 1 << 24:
-        raise ValueError(f"hidden_size={spec.hidden_size!r}")
-    for name, value in texts.items():
-        if not isinstance(value, str) or not value.isprintable() or len(value) > 10_000:
-            raise ValueError(f"{name}={str(value)[:80]!r}")
-    for name in ("stop_ids", "auxiliary_layers"):
-        if not re.fullmatch(r"([0-9]{1,9}( [0-9]{1,9})*)?", texts[name], re.ASCII):
-            raise ValueError(f"{name}={texts[name][:80]!r}")
-    return spec
 
 
 @dataclass(frozen=True)

@@ -4,26 +4,28 @@ Guarantees: a shard is whole or absent; the manifest is the only truth about wha
 anything whose size, checksum, structure or origin differs from the manifest and from its own recipe.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pydantic import ValidationError
+from pydantic import StrictBool, TypeAdapter, ValidationError, with_config
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import read_sealed, sha256, write_sealed
+from pipeline.basics.files import Digest, difference, read_sealed, sha256, write_sealed
 from pipeline.features.schema import (
     VERSION,
     Accounting,
+    Count,
     FeatureSpec,
     Row,
     StoredRow,
     arrow_schema,
-    checked_spec,
     from_batch,
     of_layers,
     require_readable,
@@ -33,28 +35,31 @@ from pipeline.features.schema import (
     to_batch,
 )
 from pipeline.features.text import REMEDY, TextRecord, TextTable, arrow_file, write_text_table
+from pipeline.lm.fingerprint import known_sha256
 
 MANIFEST = "manifest.json"
 HELDOUT_PROMPTS = "heldout_prompts.jsonl"  # first questions of held-out dialogues, for evaluation
 SPLITS = ("train", "validation")  # the sets of the source's dialogues
 ANSWERS = "answers"  # the set of the target's own greedy answers to the calibration prompts
 FILES = ("text-*.arrow", "features-*.arrow")  # tables and shards of a folder
+THREADS = 8  # that hash: hashlib lets the others go on
 UNREADABLE = (
     f"Restore the {MANIFEST} that the dump wrote, or remove it and dump again: every shard is then written anew"
 )
 
 
+@with_config(extra="forbid")
 @dataclass(frozen=True)
 class ShardRecord:
     """One line of the manifest. Counts are of dialogues (rows), tokens and tokens with a loss."""
 
     name: str
     split: str  # its set
-    index: int
-    rows: int
-    tokens: int
-    trained_tokens: int
-    bytes: int
+    index: Count
+    rows: Count
+    tokens: Count
+    trained_tokens: Count
+    bytes: Count
     sha256: str
     rejected: dict[str, str] = field(default_factory=dict)  # document id -> reason, found while dumping this shard
     documents: str = ""  # fingerprint of the encoded dialogues that it was dumped from
@@ -83,12 +88,12 @@ class Manifest:
     spec: FeatureSpec
     shards: list[ShardRecord] = field(default_factory=list)  # of the source's dialogues
     accounting: dict[str, Any] = field(default_factory=dict)
-    complete: bool = False
+    complete: StrictBool = False
     text: dict[str, TextRecord] = field(default_factory=dict)  # the tables of the source's dialogues, by split
     answers: list[ShardRecord] = field(default_factory=list)  # each with its part of the answers' table
     answers_hash: str = ""  # `artifacts.features.answers_hash`, of these
     prompts_sha256: str = ""  # of heldout_prompts.jsonl, once that is written
-    fed: bool = False  # training's shards come and go (features.keep = "window"): none is there to stay
+    fed: StrictBool = False  # training's shards come and go (features.keep = "window"): none is there to stay
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest":
@@ -99,61 +104,52 @@ class Manifest:
 
     @classmethod
     def parse(cls, raw: dict[str, Any], path: object) -> "Manifest":
-        """Raises PipelineError for what is no manifest, and for a file whose name is not that of its set and index."""
+        """Raises PipelineError for what is no manifest, and for a file whose name is not that of its set and number."""
         try:
             if raw["spec"]["version"] != VERSION:
                 raise PipelineError(
                     f"{path}: features of version {raw['spec']['version']!r}, expected {VERSION!r}: they were dumped "
                     "by another version of this project; dump again into another folder"
                 )
-            found = cls(
-                spec=checked_spec(raw["spec"]),
-                shards=list(map(_shard_record, raw["shards"])),
-                accounting=raw["accounting"],
-                complete=raw["complete"],
-                text={split: TextRecord(**record) for split, record in raw["text"].items()},
-                answers=list(map(_shard_record, raw["answers"])),
-                answers_hash=raw["answers_hash"],
-                prompts_sha256=raw["prompts_sha256"],
-                fed=raw["fed"],
-            )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            found = _MANIFEST.validate_python({one.name: raw[one.name] for one in fields(cls)})
+            if found.accounting and found.complete:  # none where no job made the folder
+                Accounting.model_validate(found.accounting)
+        except (KeyError, TypeError) as error:
             raise PipelineError(
                 f"{path} is no manifest of this version ({error}); dump again into another folder"
             ) from None
-        if found.accounting and found.complete:  # none where no job made the folder
-            try:
-                Accounting.model_validate(found.accounting)
-            except ValidationError as error:
-                place = ".".join(map(str, ("accounting", *error.errors()[0]["loc"])))
-                raise PipelineError(f"{path}: {place} is not what a dump writes. {UNREADABLE}") from None
+        except ValidationError as error:
+            place = ".".join(map(str, (error.title, *error.errors()[0]["loc"])))
+            raise PipelineError(f"{path}: {place!r} is not what a dump writes. {UNREADABLE}") from None
+        odd = {*found.text, *(shard.split for shard in found.shards)}.difference(SPLITS)
+        odd |= {shard.split for shard in found.answers} - {ANSWERS}
         names = set[str]()
-        sets_fit = all(split in SPLITS for split in (*found.text, *(shard.split for shard in found.shards)))
-        sets_fit &= all(shard.split == ANSWERS for shard in found.answers)
-        for split, index, record in found._listed():
-            if not sets_fit or not _is_right(split, index, record) or record.name in names:
+        for split, name, record in found._named():
+            if split in odd or record.name != name or name in names:
                 raise PipelineError(
                     f"{path}: {record.name!r} (of {split!r}) is not one that a dump writes, or is there twice. "
                     f"{UNREADABLE}"
                 )
-            names.add(record.name)
+            names.add(name)
         return found
 
     def require_complete(self, where: object) -> None:
         if not self.complete:
             raise PipelineError(f"{where}: the dump is not finished. Run it again: it continues where it stopped")
 
-    def _listed(self) -> Iterator[tuple[str, int | None, Record]]:
-        """(its set, its number there or None for a whole table, itself) of every file."""
+    def _named(self) -> Iterator[tuple[str, str, Record]]:
+        """(its set, the name that its set and number make, itself) of every file."""
         for split, table in self.text.items():
-            yield split, None, table
+            yield split, text_name(split), table
         for shard in (*self.shards, *self.answers):
-            yield from ((shard.split, shard.index, record) for record in shard.files)
+            yield shard.split, shard_name(shard.split, shard.index), shard
+            if shard.text is not None:
+                yield shard.split, text_name(shard.split, shard.index), shard.text
 
     @property
     def files(self) -> list[Record]:
         """Tables and shards."""
-        return [record for _, _, record in self._listed()]
+        return [record for _, _, record in self._named()]
 
     def lasting(self, keep: str) -> list[Record]:
         """The files that stay, by `features.keep`: with "window" a training's shards come and go."""
@@ -186,8 +182,7 @@ class Manifest:
         return sum(getattr(record, count) for record in self.of(name))
 
 
-def _shard_record(raw: dict[str, Any]) -> ShardRecord:
-    return ShardRecord(**{**raw, "text": None if raw["text"] is None else TextRecord(**raw["text"])})
+_MANIFEST = TypeAdapter(Manifest)
 
 
 def _as_json(record: ShardRecord) -> dict[str, Any]:
@@ -204,18 +199,6 @@ def text_name(split: str, index: int | None = None) -> str:
     return f"text-{split}.arrow" if index is None else f"text-{split}-{index:06d}.arrow"
 
 
-def _is_right(split: str, index: int | None, record: Record) -> bool:
-    """Whether it names the file that its set and number make, and no other place; and whether its counts are such."""
-    counts: list[Any] = [record.rows, record.bytes]
-    if isinstance(record, ShardRecord):
-        counts += [record.index, record.tokens, record.trained_tokens]
-    if not all(type(count) is int and 0 <= count < 1 << 53 for count in counts):
-        return False
-    if isinstance(record, ShardRecord):
-        return record.name == shard_name(split, record.index)
-    return record.name == text_name(split, index)
-
-
 def write_shard(
     folder: Path, split: str, index: int, spec: FeatureSpec, rows: Iterable[StoredRow], rejected: dict[str, str]
 ) -> ShardRecord:
@@ -224,13 +207,15 @@ def write_shard(
     `rejected` may be filled by `rows` while it is consumed.
     """
     path = folder / shard_name(split, index)
-    tokens = trained = 0
+    count = tokens = trained = 0
     with arrow_file(path, arrow_schema(spec)) as file:
         for row in rows:
-            file.write(to_batch(row, spec))
+            file.write_batch(to_batch(row, spec))
+            count += 1
             tokens += row.tokens
             trained += row.trained_tokens
-    return ShardRecord(path.name, split, index, file.rows, tokens, trained, file.bytes, file.sha256, rejected)
+    size, digest = path.stat().st_size, sha256(path)  # read while it is in memory
+    return ShardRecord(path.name, split, index, count, tokens, trained, size, digest, rejected)
 
 
 def write_features(
@@ -256,34 +241,29 @@ def write_features(
     return manifest
 
 
-_OTHER = "its SHA-256 is not the manifest's: its content was changed or damaged"
+def damage(folder: Path, record: Record, digest: Digest | None = sha256) -> str | None:
+    """Why the file on disk is not the one of the manifest, or None when it is. Without a `digest` it is not read."""
+    return difference(folder / record.name, record.sha256, record.bytes, digest=digest)
 
 
-def damage(folder: Path, record: Record, checksum: bool = True) -> str | None:
-    """Why the file on disk is not the one of the manifest, or None when it is."""
-    path = folder / record.name
-    if not path.exists():
-        return "it is missing"
-    size = path.stat().st_size
-    if size != record.bytes:
-        return f"it has {size} bytes, the manifest says {record.bytes}: it was truncated or overwritten"
-    if checksum and sha256(path) != record.sha256:
-        return _OTHER
-    return None
+def damages(folder: Path, records: Sequence[Record], anew: bool = False) -> Iterator[str | None]:
+    """The damage of each file. One that this machine has read before is not read again while it is the same file; what
+    a disk loses without touching its size and times is found `anew` alone.
+    """
+    digest = partial(known_sha256, anew=anew, quiet=True)
+    with ThreadPoolExecutor(THREADS) as threads:
+        yield from threads.map(lambda record: damage(folder, record, digest), records)
 
 
 def prompts_damage(folder: Path, manifest: Manifest) -> str | None:
     """Why the held-out prompts on disk are not those of a finished dump, or None when they are."""
-    path = folder / HELDOUT_PROMPTS
-    if not path.exists():
-        return "it is missing"
-    return None if sha256(path) == manifest.prompts_sha256 else _OTHER
+    return difference(folder / HELDOUT_PROMPTS, manifest.prompts_sha256, None)
 
 
 def open_shard(folder: Path, record: ShardRecord, spec: FeatureSpec) -> pa.ipc.RecordBatchFileReader:
     """The shard, memory-mapped, after checks of size, structure and origin. Raises PipelineError."""
     path = folder / record.name
-    if reason := damage(folder, record, checksum=False):
+    if reason := damage(folder, record, digest=None):
         raise PipelineError(
             f"{kind_of(record)} {path}: {reason}. It can be dumped again: "
             f"jakiro verify {folder} --recipe RECIPE --repair"
@@ -300,8 +280,7 @@ def open_shard(folder: Path, record: ShardRecord, spec: FeatureSpec) -> pa.ipc.R
 
 class FeatureStore:
     """The dialogues of one set, memory-mapped: its usable texts, numbered in the order of the table, and their states.
-    `sample`: the texts that are known before any shard is read, here all. `spec`: of the rows that it gives; shards may
-    hold more auxiliary layers.
+    `spec`: of the rows that it gives; shards may hold more auxiliary layers.
 
     A dialogue is usable when a shard names its row; which are not, the manifest says, and no shard is asked.
     """
@@ -309,37 +288,38 @@ class FeatureStore:
     waited = 0.0  # seconds that trainings in this process waited for batches of it
 
     def __init__(self, folder: Path, split: str, expected: FeatureSpec):
-        """Opens the table and every shard and checks size, structure and origin (not checksums: see `checked.py`).
+        """Opens the table and every shard and checks size, structure and origin (not checksums: see `damages`).
 
         Raises PipelineError for an unfinished or foreign dump, and for a missing or damaged file.
         """
         manifest = Manifest.load(folder)
         require_readable(manifest.spec, expected, folder)
         manifest.require_complete(folder)
-        if not manifest.of(split):
+        self.stored = manifest.spec
+        self.spec = replace(manifest.spec, auxiliary_layers=expected.auxiliary_layers)
+        self.records, self.texts = self._opened(folder, manifest, split)
+        self._starts = np.cumsum([0] + [record.rows for record in self.records])
+        self._parts = part_starts(self.records)
+
+    def _opened(self, folder: Path, manifest: Manifest, split: str) -> tuple[list[ShardRecord], TextTable]:
+        """The set's shards, and its texts."""
+        if not (records := manifest.of(split)):
             raise PipelineError(
                 f"{folder}: holds no {split!r} dialogues: give data.max_tokens or the held-out split more room"
             )
-        self._open(folder, manifest, split, expected)
+        texts = usable_texts(folder, manifest, split)
+        self._readers = [open_shard(folder, record, self.stored) for record in records]
+        return records, texts
 
-    def _open(self, folder: Path, manifest: Manifest, split: str, expected: FeatureSpec) -> None:
-        self._take(manifest.spec, expected)
-        self.records = manifest.of(split)
-        self.texts = usable_texts(folder, manifest, split)
-        self._starts = np.cumsum([0] + [record.rows for record in self.records])
-        self._parts = part_starts(self.records)
-        self._readers = [open_shard(folder, record, self.stored) for record in self.records]
-
-    def _take(self, stored: FeatureSpec, expected: FeatureSpec) -> None:
-        """The specs of the shards and of the rows."""
-        self.stored, self.spec = stored, replace(stored, auxiliary_layers=expected.auxiliary_layers)
+    def _reader(self, shard: int) -> pa.ipc.RecordBatchFileReader:
+        return self._readers[shard]
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def row(self, index: int, decode: bool = True) -> Row:
         shard = int(np.searchsorted(self._starts, index, side="right")) - 1
-        batch = self._readers[shard].get_batch(index - int(self._starts[shard]))
+        batch = self._reader(shard).get_batch(index - int(self._starts[shard]))
         if fault := row_fault(batch, self.texts, index, self._parts[shard]):
             raise PipelineError(f"feature shard {self.records[shard].name}: {fault}. {REMEDY}")
         text = self.texts.doc_id(index), self.texts.ids(index), self.texts.mask(index)

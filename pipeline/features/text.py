@@ -3,81 +3,43 @@
 Vocabulary statistics, packing, the order of batches and the number of steps need no more than this.
 """
 
-import hashlib
-import io
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from pydantic import with_config
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import atomic_path
-from pipeline.features.schema import FeatureSpec, text_schema
+from pipeline.basics.files import atomic_path, sha256
+from pipeline.features.schema import Count, FeatureSpec, text_schema
 
 SOME_TOKENS = 1024  # what `some_texts` gives at most
 REMEDY = "Remove the file, and run the dump again; where it is a copy that was fetched, what fetches it suffices"
 
 
+@with_config(extra="forbid")
 @dataclass(frozen=True)
 class TextRecord:
     """A text table, or a part of one, as the manifest lists it."""
 
     name: str
-    rows: int
-    bytes: int
+    rows: Count
+    bytes: Count
     sha256: str
 
 
-class ArrowFile:
-    """An Arrow file that is being written: its bytes are hashed on the way, so that nothing is read back."""
-
-    def __init__(self, sink: "_Hashed", writer: pa.ipc.RecordBatchFileWriter):
-        self._sink, self._writer, self.rows = sink, writer, 0
-
-    def write(self, batch: pa.RecordBatch) -> None:
-        self._writer.write_batch(batch)
-        self.rows += batch.num_rows
-
-    @property
-    def bytes(self) -> int:
-        return self._sink.tell()
-
-    @property
-    def sha256(self) -> str:
-        return self._sink.state.hexdigest()
-
-
 @contextmanager
-def arrow_file(path: Path, schema: pa.Schema) -> Iterator[ArrowFile]:
+def arrow_file(path: Path, schema: pa.Schema) -> Iterator[pa.ipc.RecordBatchFileWriter]:
     """Whole or absent: the file appears under its name when the block has succeeded. Raises PipelineError when the disk
     is full.
     """
-    with atomic_path(path) as temporary, temporary.open("wb") as file:
-        sink = _Hashed(file)
-        with pa.ipc.new_file(pa.PythonFile(sink, "w"), schema) as writer:
-            yield ArrowFile(sink, writer)
-
-
-class _Hashed(io.RawIOBase):
-    def __init__(self, file: BinaryIO):
-        self._file, self.state, self._size = file, hashlib.sha256(), 0
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._size
-
-    def write(self, content) -> int:
-        self.state.update(content)
-        written = self._file.write(content)
-        self._size += written
-        return written
+    with atomic_path(path) as temporary, pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as file:
+        yield file
 
 
 def text_batch(texts: Iterable[Any], spec: FeatureSpec) -> pa.RecordBatch:
@@ -93,13 +55,15 @@ def text_batch(texts: Iterable[Any], spec: FeatureSpec) -> pa.RecordBatch:
 
 def write_text_table(path: Path, texts: Iterable[Any], spec: FeatureSpec) -> TextRecord:
     with arrow_file(path, text_schema(spec)) as file:
-        file.write(text_batch(texts, spec))
-    return record_of(path, file)
+        file.write_batch(text_batch(texts, spec))
+    return record_of(path)
 
 
-def record_of(path: Path, file: ArrowFile) -> TextRecord:
-    """The manifest's record of a finished table."""
-    return TextRecord(path.name, file.rows, file.bytes, file.sha256)
+def record_of(path: Path) -> TextRecord:
+    """The manifest's record of a table that was just written: while it is in memory, this is its one reading."""
+    with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
+        rows = sum(reader.get_batch(number).num_rows for number in range(reader.num_record_batches))
+    return TextRecord(path.name, rows, path.stat().st_size, sha256(path))
 
 
 class TextTable:

@@ -13,7 +13,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json
 from pipeline.basics.section import Section
 from pipeline.decoding.method import Method
-from pipeline.lm.fingerprint import weights_sha256
+from pipeline.lm.fingerprint import known_sha256
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import ON_HUB
 
@@ -104,7 +104,7 @@ def marked(start: str) -> str:
         return start
     folder = start_folder(start)
     config = read_json(folder / "config.json")
-    sums = [weights_sha256(path) for path in sorted(folder.iterdir()) if path.suffix in SUFFIXES]
+    sums = [known_sha256(path) for path in sorted(folder.iterdir()) if path.suffix in SUFFIXES]
     content = json.dumps([config.get("shapes", config), sums], sort_keys=True)
     return MARK + hashlib.sha256(content.encode()).hexdigest()[:16]
 

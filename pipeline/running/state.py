@@ -35,7 +35,7 @@ def features_state(recipe: Recipe) -> tuple[bool, str]:
     if target and manifest.answers_hash != answers_hash(recipe, manifest.spec.recipe, target):
         return False, "answers to calibration prompts are to be given anew"
     here = [] if recipe.features.store else manifest.lasting(recipe.features.keep)
-    broken = [shard.name for shard in here if damage(folder, shard, checksum=False)]
+    broken = [shard.name for shard in here if damage(folder, shard, digest=None)]
     if broken:
         return False, f"{len(broken)} of {len(manifest.files)} tables and shards missing or truncated"
     if not manifest.complete or prompts_damage(folder, manifest):

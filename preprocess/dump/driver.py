@@ -15,6 +15,8 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
+import pyarrow as pa
+
 from pipeline.artifacts.features import (
     Find,
     answers_hash,
@@ -27,7 +29,6 @@ from pipeline.artifacts.provenance import PROVENANCE, RECIPE, recorded, write_ow
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive, sha256, write_text
 from pipeline.basics.progress import Progress
-from pipeline.features.checked import checked
 from pipeline.features.engines.vllm import python_of, version_of
 from pipeline.features.schema import FeatureSpec, text_schema
 from pipeline.features.shards import (
@@ -40,12 +41,13 @@ from pipeline.features.shards import (
     Record,
     ShardRecord,
     damage,
+    damages,
     prompts_damage,
     shard_name,
     text_name,
 )
 from pipeline.features.store import Store
-from pipeline.features.text import ArrowFile, arrow_file, record_of, text_batch
+from pipeline.features.text import arrow_file, record_of, text_batch
 from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.identity import dump_hash
 from pipeline.recipe.recipe import Recipe
@@ -136,17 +138,17 @@ def require_its_own(recipe: Recipe, got: FeatureSpec, find: Find, where: object)
 
 def _lost(folder: Path, manifest: Manifest, store: Store | None, sizes: dict[str, int]) -> set[str]:
     """The tables and shards of the manifest that are not whole, there or here."""
-    with Progress("verify shards", len(manifest.files), "files", quiet=not manifest.files) as progress:
-        lost = set()
+    files, lost = manifest.files, set()
+    with Progress("verify shards", len(files), "files", quiet=not files) as progress:
         if store is None:
-            found = ((record, reason is None) for record, reason in checked(folder, manifest.files))
+            whole = (reason is None for reason in damages(folder, files))
         else:
-            found = ((record, _is_stored(folder, record, store, sizes)) for record in manifest.files)
-        for record, is_whole in found:
+            whole = (_is_stored(folder, record, store, sizes) for record in files)
+        for record, is_whole in zip(files, whole, strict=True):
             if not is_whole:
                 lost.add(record.name)
             progress.advance(1)
-        return lost
+    return lost
 
 
 def _is_stored(folder: Path, record: Record, store: Store, sizes: dict[str, int]) -> bool:
@@ -216,10 +218,12 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
         for record in records(recipe, make, tasks, "features.batch_tokens", progress, attrgetter("tokens")):
             ledger.add(record)
         _require_accounted(recipe, plan, manifest)  # an error leaves the tables of before
-    manifest.text = {split: record_of(folder / text_name(split), table) for split, table in tables.items()}
-    write_rejected(folder, [*plan.rejected, *(pair for shard in manifest.shards for pair in shard.rejected.items())])
-    for record in manifest.text.values() if store is not None else ():
-        _move(folder / record.name, store)
+    manifest.text = {split: record_of(folder / text_name(split)) for split in tables}
+    rejected = [*plan.rejected, *(pair for shard in manifest.shards for pair in shard.rejected.items())]
+    write_rejected(folder, rejected)
+    if store is not None:
+        for record in manifest.text.values():
+            _move(folder / record.name, store)
     prompts = [json.dumps(prompt, ensure_ascii=False) for prompt in plan.prompts]
     write_text(folder / HELDOUT_PROMPTS, "".join(f"{line}\n" for line in prompts))
     sweep(folder, manifest, store)
@@ -281,7 +285,7 @@ def _require_accounted(recipe: Recipe, plan: Plan, manifest: Manifest) -> None:
 
 
 def _tasks(
-    recipe: Recipe, plan: Plan, manifest: Manifest, tables: dict[str, ArrowFile], progress: Progress
+    recipe: Recipe, plan: Plan, manifest: Manifest, tables: dict[str, pa.ipc.RecordBatchFileWriter], progress: Progress
 ) -> Iterator[ShardTask]:
     """Those whose shards are not finished. Every dialogue of the plan goes into its table, which is so written anew
     by every run: the same bytes as long as the source and the settings are the same. The target's own answers are no
@@ -291,7 +295,7 @@ def _tasks(
     for task in plan.tasks():
         progress.expect(plan.expected_tokens)
         if task.split in tables:
-            tables[task.split].write(text_batch(task.in_order, manifest.spec))
+            tables[task.split].write_batch(text_batch(task.in_order, manifest.spec))
         name = shard_name(task.split, task.index)
         if task.split in _sets(recipe) and not task.is_done(finished.get(name), recipe):
             yield task

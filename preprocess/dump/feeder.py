@@ -21,8 +21,7 @@ from pipeline.artifacts.provenance import recorded
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive
 from pipeline.basics.progress import Progress
-from pipeline.features.checked import checked
-from pipeline.features.shards import Manifest, ShardRecord, damage
+from pipeline.features.shards import Manifest, ShardRecord, damage, damages
 from pipeline.features.text import TextTable
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.crew import NOT_YET
@@ -70,15 +69,15 @@ class _Feeder:
     def run(self) -> list[str]:
         shards = self._manifest.of("train")
         if self._store is None:
-            broken = {shard.index: shard.name for shard, reason in checked(self._folder, shards) if reason}
+            broken = [shard for shard, why in zip(shards, damages(self._folder, shards), strict=True) if why]
         else:  # nobody reads them all back: what a feeder that was killed left there is made again
-            broken = {shard.index: shard.name for shard in shards if self._manifest.fed}
+            broken = shards if self._manifest.fed else []
         if broken and not self._manifest.fed:
             raise PipelineError(
-                f"{self._folder} kept all shards, but {len(broken)} of their files are missing or damaged, as "
-                f"{min(broken.values())} is. Dump them again: run preprocess/dump_features.py with features.keep='all'"
+                f"{self._folder} kept all shards, but {len(broken)} of them are missing or damaged, as "
+                f"{broken[0].name} is. Dump them again: run preprocess/dump_features.py with features.keep='all'"
             )
-        self._remove(set(broken))
+        self._remove({shard.index for shard in broken})
         sweep(self._folder, self._manifest, self._store)
         make = worker_of(self._recipe, self._folder, self._manifest.spec)
         for record in self._manifest.of("train"):

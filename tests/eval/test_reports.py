@@ -74,9 +74,9 @@ def test_rows_that_are_not_those_of_the_report_are_refused(path):
     lines = (path.parent / ROWS).read_text().splitlines(keepends=True)
     for left in ([], lines[:2], lines[:3], [lines[0], *lines[2:]]):
         (path.parent / ROWS).write_text("".join(left))
-        with pytest.raises(PipelineError, match=r"results.jsonl lost its end, or lines of it.*Remove the file"):
+        with pytest.raises(PipelineError, match=r"results.jsonl was changed or damaged .*Remove the file"):
             measured_rows(path.parent, report)
-        with pytest.raises(PipelineError, match=r"results.jsonl lost its end"):
+        with pytest.raises(PipelineError, match=r"results.jsonl was changed or damaged"):
             put_rows(path.parent, [Row("served", "draft", "tau", 2.0)])  # the loss is not made lasting
     write_rows(path.parent, rows[:1])
     with pytest.raises(PipelineError, match=r"results.jsonl does not hold the rows that report.json was written with"):
@@ -109,6 +109,6 @@ def test_a_damaged_table_is_told_before_anything_is_decoded(tiny_recipe):
     tiny_recipe.paths.eval.mkdir(parents=True, exist_ok=True)
     (tiny_recipe.paths.eval / ROWS).write_text("{}\n")
     job = Job(tiny_recipe, {}, {}, [EvalTask("bench", Prompt("one", "", ("hello",)), 0.0)], "key")
-    with pytest.raises(PipelineError, match=r"results.jsonl: line 1 was changed or damaged"):
+    with pytest.raises(PipelineError, match=r"results.jsonl was changed or damaged"):
         evaluation.measure(job)
     assert not (tiny_recipe.paths.eval / RECORDS).exists()

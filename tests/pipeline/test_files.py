@@ -183,14 +183,13 @@ ODD = [
 ]
 
 
-@settings(max_examples=400, deadline=None)
-@given(st.dictionaries(st.text(max_size=3), ITEMS, max_size=4))
+@settings(deadline=None)
+@given(st.dictionaries(st.text(max_size=3), ITEMS, max_size=4) | st.sampled_from(ODD))
 def test_a_seal_is_that_of_the_round_trip_through_json(value):
-    for one in (value, *ODD):
-        assert seal_of(one) == seal_of_the_round_trip(one)
-        content = json.dumps(one | {"seal": seal_of_the_round_trip(one)}).encode()  # written by an earlier version
-        again = json.loads(content)
-        assert again.pop("seal") and repr(unsealed(content, "x", "")) == repr(again)
+    assert seal_of(value) == seal_of_the_round_trip(value)
+    content = json.dumps(value | {"seal": seal_of_the_round_trip(value)}).encode()  # written by an earlier version
+    again = json.loads(content)
+    assert again.pop("seal") and repr(unsealed(content, "x", "")) == repr(again)
 
 
 @pytest.mark.parametrize("value", [VALUE, {"a": [], "b": {}, "c": [[1], {"d": 2}], 'e"\n': "é\n"}, {}, *ODD[2:]])
@@ -225,21 +224,17 @@ def test_sealed_lines_come_back_and_none_can_be_changed_added_or_lost(tmp_path):
     content = path.read_bytes()
     *lines, closing = content.splitlines(keepends=True)
     changed = [lines[0].replace(b'"number": 0', b'"number": 7'), *lines[1:], closing]
-    damaged = {
-        "line 1": b"".join(changed),
-        "line 2": b"".join([lines[0], b"\n", *lines[2:], closing]),
-        "line 3": b"".join([*lines[:2], lines[2].replace(b"number", b"n\xffmber"), *lines[3:], closing]),
-    }
-    for where, other in damaged.items():
-        path.write_bytes(other)
-        with pytest.raises(PipelineError, match=f"{where} was changed or damaged .*Do this"):
-            read_sealed_lines(path, "Do this")
-    lost = [content[:end] for end in range(len(content))]  # cut anywhere, at a line's end or emptied
+    lost = [
+        b"".join(changed),
+        b"".join([lines[0], b"\n", *lines[2:], closing]),
+        b"".join([*lines[:2], lines[2].replace(b"number", b"n\xffmber"), *lines[3:], closing]),
+    ]
+    lost += [content[:end] for end in range(len(content))]  # cut anywhere, at a line's end or emptied
     lost += [b"".join([*lines[:at], *lines[at + 1 :], closing]) for at in range(5)]
     lost += [content + lines[0], content + closing, b"".join([lines[1], lines[0], *lines[2:], closing])]
     for other in lost:
         path.write_bytes(other)
-        with pytest.raises(PipelineError, match="Do this"):
+        with pytest.raises(PipelineError, match=r"was changed or damaged .*Do this"):
             read_sealed_lines(path, "Do this")
 
 

@@ -14,7 +14,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.lm import fingerprint as module
 from pipeline.lm.config import TargetConfig
-from pipeline.lm.fingerprint import weights_sha256
+from pipeline.lm.fingerprint import known_sha256
 from pipeline.lm.model import fingerprint, load_config, source
 from tests.kit import flip
 
@@ -46,27 +46,27 @@ def counted(monkeypatch, tmp_path) -> list[Path]:
     monkeypatch.setenv("JAKIRO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "KEPT_FROM", 0)
     monkeypatch.setattr("pipeline.basics.files.SETTLED", -1e9)
-    monkeypatch.setattr(module, "_computed", lambda path: read.append(path) or compute(path))
+    monkeypatch.setattr(module, "_computed", lambda path, quiet: read.append(path) or compute(path, quiet))
     return read
 
 
 def test_a_file_is_read_once_until_it_changes(counted, tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"one")
-    assert weights_sha256(path) == weights_sha256(path) == sha256(path) and len(counted) == 1
+    assert known_sha256(path) == known_sha256(path) == sha256(path) and len(counted) == 1
     path.write_bytes(b"two")
     os.utime(path, (OLD, OLD))  # its time of change is another
-    assert weights_sha256(path) == weights_sha256(path) == sha256(path) and len(counted) == 2
+    assert known_sha256(path) == known_sha256(path) == sha256(path) and len(counted) == 2
     path.with_name("new").write_bytes(b"six")
     path.with_name("new").replace(path)
-    assert weights_sha256(path) == sha256(path) and len(counted) == 3
+    assert known_sha256(path) == sha256(path) and len(counted) == 3
 
 
 def test_several_at_once_read_it_once(counted, tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"weights" * 100_000)
     with ThreadPoolExecutor(8) as threads:
-        assert set(threads.map(lambda _: weights_sha256(path), range(8))) == {sha256(path)}
+        assert set(threads.map(lambda _: known_sha256(path), range(8))) == {sha256(path)}
     assert len(counted) == 1
 
 
@@ -75,17 +75,17 @@ def test_a_file_that_changed_a_moment_ago_is_read_again(counted, monkeypatch, tm
     monkeypatch.setattr("pipeline.basics.files.SETTLED", 1e9)
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"one")
-    assert weights_sha256(path) == weights_sha256(path) and len(counted) == 2
+    assert known_sha256(path) == known_sha256(path) and len(counted) == 2
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"file": [], "sha256": "0"}'])
 def test_a_damaged_note_is_no_sum(counted, tmp_path, damage):
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"one")
-    weights_sha256(path)
+    known_sha256(path)
     (note,) = (tmp_path / "cache/sha256").glob("*.json")
     note.write_text(damage)
-    assert weights_sha256(path) == sha256(path) and len(counted) == 2
+    assert known_sha256(path) == sha256(path) and len(counted) == 2
 
 
 def test_a_cache_folder_that_cannot_be_made_costs_time_only(counted, monkeypatch, tmp_path):
@@ -93,7 +93,7 @@ def test_a_cache_folder_that_cannot_be_made_costs_time_only(counted, monkeypatch
     monkeypatch.setenv("JAKIRO_CACHE", str(tmp_path / "file"))
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"one")
-    assert weights_sha256(path) == sha256(path)
+    assert known_sha256(path) == sha256(path)
 
 
 # -- a target that is not there --------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from tests.kit import ROOT, dump_here
 
 RAISING = {"Unusable", "_refuse"}
 # Names of constants, and of what else a reason is assigned to.
-NAMED = {"BAD_TOOLS", "NOT_ANSWERED", "RENDERED_OTHERWISE", "SEVERAL", "KILLS_WORKERS", "conversation.end", "rejected"}
+NAMED = {"BAD_TOOLS", "NOT_ANSWERED", "RENDERED_OTHERWISE", "KILLS_WORKERS", "conversation.end", "rejected"}
 
 
 def reasons_in(tree: ast.AST) -> set[str]:

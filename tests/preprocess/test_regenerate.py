@@ -13,7 +13,6 @@ from pipeline.artifacts.regenerated import are_of
 from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.basics.files import sha256, write_sealed
 from pipeline.decoding.generate import repeats_itself
-from pipeline.lm.fingerprint import weights_sha256
 from pipeline.lm.model import fingerprint, load_tokenizer
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.recipe.recipe import Recipe
@@ -328,12 +327,6 @@ def test_somebody_elses_manifest_does_not_matter(tmp_path, content):
     flip_an_answer(path)
     assert len(read_all(path)) == 3
     assert len(read_all(path.rename(tmp_path / "answers.jsonl"))) == 3
-
-
-def test_what_was_regenerated_is_hashed_once_a_process(tmp_path, monkeypatch):
-    path, hashed, hash_it = write_result(tmp_path), [], weights_sha256
-    monkeypatch.setattr("pipeline.artifacts.regenerated.weights_sha256", lambda one: hashed.append(one) or hash_it(one))
-    assert read_all(path) == read_all(path) and hashed == [path]
 
 
 def test_what_nobody_asks_or_nobody_gives_results_for_is_left_out_and_counted(tiny_recipe, tmp_path, monkeypatch):

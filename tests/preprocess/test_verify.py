@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import sha256, write_sealed
-from pipeline.features import checked
+from pipeline.basics.files import sha256
 from pipeline.features.schema import Row, stored
-from pipeline.features.shards import FeatureStore, Manifest, text_name, write_shard
+from pipeline.features.shards import FeatureStore, Manifest, damages, text_name, write_shard
 from pipeline.features.text import write_text_table
+from pipeline.lm import fingerprint
 from pipeline.recipe.load import load_recipe
 from preprocess.verify import damaged_shards, main
 from preprocess.verify import verify as check
@@ -55,18 +55,13 @@ def arguments(dumped, *more: str) -> list[str]:
     return [str(features), "--recipe", str(recipe), *more]
 
 
-def test_a_whole_folder_passes_and_its_rows_are_the_targets(dumped, capsys):
-    call(main, *arguments(dumped))
-    told, shards = capsys.readouterr().out, len(Manifest.load(dumped[1]).files)
-    assert f"{shards} of {shards} tables and shards are whole; complete: True" in told
-    assert re.search(r"16 rows forwarded again: largest relative error of a row 0\.00", told)
-
-
-def test_the_recipe_is_found_beside_the_features_of_a_local_target(dumped, tmp_path, capsys):
-    """Offline; what knows no local path is not asked of the Hub."""
+def test_a_whole_folder_passes_and_its_rows_are_the_targets(dumped, tmp_path, capsys):
+    """By the recipe beside the features, of a local target: offline. Nobody else's is found."""
     _, features = dumped
     call(main, str(features))
-    assert "16 rows forwarded again" in capsys.readouterr().out
+    told, shards = capsys.readouterr().out, len(Manifest.load(features).files)
+    assert f"{shards} of {shards} tables and shards are whole; complete: True" in told
+    assert re.search(r"16 rows forwarded again: largest relative error of a row 0\.00", told)
     shutil.copytree(features, tmp_path / "run/features", ignore=shutil.ignore_patterns("own-recipe.json"))
     with pytest.raises(PipelineError, match="give the one that it was dumped with, --recipe RECIPE"):
         call(main, str(tmp_path / "run/features"))
@@ -81,14 +76,19 @@ def test_a_run_whose_name_is_a_number_is_found_from_inside(dumped, tmp_path, mon
     assert "complete: True" in capsys.readouterr().out
 
 
-def test_what_a_disk_lost_without_telling_is_found_and_repaired(dumped, monkeypatch, capsys):
-    """Its size and times as they were when it was found whole: a dump and a training take it for whole."""
+def test_what_a_disk_lost_without_telling_is_found_and_repaired(dumped, tmp_path, monkeypatch, capsys):
+    """Its size and times as they were when it was read: a dump and a training take it for whole."""
     _, features = dumped
     record = Manifest.load(features).shards[0]
+    monkeypatch.setenv("JAKIRO_CACHE", str(tmp_path))
+    monkeypatch.setattr(fingerprint, "KEPT_FROM", 0)
+    monkeypatch.setattr(fingerprint, "file_identity", lambda path: [0] * 5)
+    assert list(damages(features, [record])) == [None]
     flip(features / record.name)
-    lost = {record.name: [*checked._stamp(features / record.name), record.sha256]}
-    write_sealed(features / checked.CHECKED, {"shards": lost})
-    assert list(checked.checked(features, [record])) == [(record, None)]
+    assert list(damages(features, [record])) == [None]
+    with pytest.raises(PipelineError, match="is not whole"):
+        call(main, *arguments(dumped, "--rows", "0"))
+    assert "its SHA-256" in next(damages(features, [record]))  # from now on they do not
     with without_ray():
         call(main, *arguments(dumped, "--repair", "--rows", "0"))
     assert f"{record.name}: its SHA-256 is not the manifest's" in capsys.readouterr().out
@@ -123,39 +123,38 @@ def test_every_damage_is_named_and_repaired_to_the_same_bytes(dumped, capsys):
     assert checksums(features) == before and sha256(prompts) == before_of_prompts
 
 
-@pytest.mark.parametrize("wrong", ["trained tokens", "a row", "a length", "a table's rows"])
-def test_files_that_disagree_are_named_though_their_checksums_are_the_manifests(dumped, tmp_path, wrong):
+def test_files_that_disagree_are_named_though_their_checksums_are_the_manifests(dumped, tmp_path):
     """Repairing dumps them again: the checksums do not tell."""
     recipe, features = dumped
     folder = tmp_path / "run/features"
     shutil.copytree(features, folder)
     before, manifest = checksums(features), Manifest.load(folder)
-    record, spec = manifest.of("train")[1], manifest.spec
-    store = FeatureStore(folder, "train", spec)
-    rows = [(number, store.row(number)) for number in range(record.rows, 2 * record.rows)]
-    trained, reason = record.trained_tokens, r"its texts have \d+ trained tokens; the manifest says \d+"
-    if wrong == "trained tokens":
-        trained += 1
-    elif wrong == "a row":
-        rows[0], reason = (3, rows[0][1]), "it names row 3 of the text table where the manifest says 8"
-    elif wrong == "a length":  # one token less here, one more there
-        (first, one), (second, other) = rows[:2]
-        rows[:2] = (first, shortened(one)), (second, lengthened(other))
-        reason = r"it holds (\d+) states for row 8, whose text has \d+ tokens"
-    if wrong == "a table's rows":
-        texts, reason = [store.row(number) for number in range(len(store) - 1)], "the train table holds 47 dialogues"
-        manifest.text["train"] = write_text_table(folder / text_name("train"), texts, spec)
-        name = text_name("train")
-    else:
-        stored_rows = (stored(row, number, spec) for number, row in rows)
-        again = write_shard(folder, "train", 1, spec, stored_rows, {})
-        manifest.shards[manifest.shards.index(record)] = replace(
-            record, bytes=again.bytes, sha256=again.sha256, trained_tokens=trained
-        )
-        name = record.name
+    spec, size, reasons = manifest.spec, manifest.of("train")[0].rows, {}
+    store, heldout = (FeatureStore(folder, split, spec) for split in ("train", "validation"))
+
+    def write_again(index: int, reason: str, rows: list[tuple[int, Row]], **counts: int) -> None:
+        record = manifest.of("train")[index]
+        again = write_shard(folder, "train", index, spec, (stored(row, number, spec) for number, row in rows), {})
+        whole = {"bytes": again.bytes, "sha256": again.sha256} | counts
+        manifest.shards[manifest.shards.index(record)] = replace(record, **whole)
+        reasons[record.name] = reason
+
+    def rows_of(index: int) -> list[tuple[int, Row]]:
+        return [(number, store.row(number)) for number in range(index * size, (index + 1) * size)]
+
+    trained = manifest.of("train")[0].trained_tokens + 1
+    write_again(0, r"its texts have \d+ trained tokens; the manifest says \d+", rows_of(0), trained_tokens=trained)
+    (_, row), *others = rows_of(1)
+    write_again(1, "it names row 3 of the text table where the manifest says 8", [(3, row), *others])
+    (first, one), (second, other), *others = rows_of(2)  # one token less here, one more there
+    exchanged = [(first, shortened(one)), (second, lengthened(other)), *others]
+    write_again(2, r"it holds (\d+) states for row 16, whose text has \d+ tokens", exchanged)
+    texts = [heldout.row(number) for number in range(len(heldout) - 1)]
+    manifest.text["validation"] = write_text_table(folder / text_name("validation"), texts, spec)
+    reasons[text_name("validation")] = f"the validation table holds {len(texts)} dialogues"
     manifest.save(folder)
     found = damaged_shards(folder, Manifest.load(folder))
-    assert set(found) == {name} and re.search(reason, found[name])
+    assert found.keys() == reasons.keys() and all(re.search(reasons[name], found[name]) for name in found)
     with without_ray():
         check(folder, recipe, [], rows=0, repair=True)
     assert checksums(folder) == before

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -26,6 +27,7 @@ from tests.kit import (
     write_sharegpt,
 )
 from tests.warm import Forked, run_forked
+from train.engine.engine import Engine
 from train.main import main
 
 
@@ -76,7 +78,7 @@ def _ranks(dumped, output: Path, overrides: tuple[str, ...], ranks: int, draft: 
     return each, command_environment(**shared, **environment)
 
 
-def train_here(dumped, output: Path, *overrides: str, draft: str = "jakiro") -> None:
+def train_here(dumped, output: Path, *overrides: str, draft: str | None = "jakiro") -> None:
     """The same on one rank, in this process: three processes less to start, each of which takes far longer than a tiny
     draft's training. The process group stays for the next one: DeepSpeed remembers it. Raises PipelineError.
     """
@@ -87,9 +89,24 @@ def train_here(dumped, output: Path, *overrides: str, draft: str = "jakiro") -> 
         mock.patch.object(dist, "destroy_process_group"),
     ):
         try:
-            call(main, str(recipe), "--draft", draft, *override_arguments([f"output={output}", *overrides]))
+            one = ["--draft", draft] if draft else []
+            call(main, str(recipe), *one, *override_arguments([f"output={output}", *overrides]))
         finally:
             torch.set_num_threads(threads)
+
+
+def stopped_here(dumped, output: Path, *overrides: str, draft: str | None = "jakiro", saves: int = 1) -> None:
+    """The same, which Ctrl-C ends behind so many of its resume states."""
+    left, saved = [None] * saves, Engine.save_resume
+
+    def save_and_end(self, progress) -> None:
+        saved(self, progress)
+        left.pop()
+        if not left:
+            raise KeyboardInterrupt
+
+    with mock.patch.object(Engine, "save_resume", save_and_end), pytest.raises(KeyboardInterrupt):
+        train_here(dumped, output, *overrides, draft=draft)
 
 
 def linked(dumped, output: Path) -> Path:

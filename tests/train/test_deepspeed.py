@@ -189,7 +189,7 @@ def test_killed_in_the_middle_and_resumed_gives_the_same_weights(dumped, undistu
     assert set(state["files"]) == {f"{state['tag']}/{path.name}" for path in (resume.parent / state["tag"]).iterdir()}
     (name,) = state["files"]
     flip(resume.parent / name)
-    with pytest.raises(PipelineError, match=f"resume state {resume.parent / name} was changed or damaged"):
+    with pytest.raises(PipelineError, match=f"resume state {resume.parent / name}: its SHA-256 is not resume.json"):
         train_here(dumped, output)
     flip(resume.parent / name)
     train_here(dumped, output)

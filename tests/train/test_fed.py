@@ -2,7 +2,6 @@
 shards lie on the disk than there is room for, and no fewer could be made for that room.
 """
 
-import json
 import os
 import re
 import shutil
@@ -11,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import combinations
@@ -20,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.artifacts.features import Wanted, feature_spec, write_wanted
+from pipeline.artifacts.features import Wanted, feature_spec, fetch, write_wanted
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.features.shards import Manifest, ShardRecord, shard_name
@@ -39,11 +38,9 @@ from tests.kit import (
     run_warm,
     wait_until,
     without_ray,
-    write_recipe,
 )
-from tests.train.runs import kill_training, run_training, steps_so_far, train_here
+from tests.train.runs import kill_training, run_training, steps_so_far, stopped_here, train_here
 from tests.warm import Forked
-from train.input.features import bring
 from train.input.order import Order
 from train.input.reads import Reads
 from train.input.stream import FedStore
@@ -86,21 +83,22 @@ def left(recipe: Recipe) -> list[str]:
     return [path.name for path in [*recipe.paths.features.glob("*-train-*"), *recipe.paths.run.glob("wanted*")]]
 
 
-def test_a_run_feeds_its_training_within_the_bound_and_leaves_nothing(dumped, tmp_path, on_cluster):
-    """One rank under ZeRO-3, until its patience ends: the feeder ends with it."""
-    changes = ["train.zero_stage=3", "train.window=1", "train.validate_every=2", "train.patience=2", "train.keep=best"]
-    changes += ["train.learning_rate=0.02"]
-    assert run_training(dumped, tmp_path / "stored", *changes).returncode == 0
-    tree = json.loads(dumped[0].read_text())
-    del tree["draft"]["eagle"]
-    alone, changes = write_recipe(tree, tmp_path / "alone"), [f"output={tmp_path / 'fed'}", *changes, *FED]
-    recipe = load_recipe(alone, changes)
-    command = [sys.executable, "-m", "pipeline", "run", str(alone), "--until", "train", *override_arguments(changes)]
+@pytest.fixture(scope="module")
+def stored(dumped, tmp_path_factory) -> str:
+    """The SHA-256 of the weights that one rank makes of a dump that kept all, in windows of one shard."""
+    output = tmp_path_factory.mktemp("stored")
+    train_here(dumped, output, "train.window=1")
+    return sha256(output / WEIGHTS)
+
+
+def test_a_run_feeds_its_training_within_the_bound_and_leaves_nothing(dumped, stored, tmp_path, on_cluster):
+    recipe = load_recipe(dumped[0], [f"output={tmp_path / 'fed'}", *FED])
+    sets = override_arguments([f"output={tmp_path / 'fed'}", *FED])
+    command = [sys.executable, "-m", "pipeline", "run", str(dumped[0]), "--until", "train", *sets]
     with watched(recipe.paths.features) as seen:
         done = run_warm(command, RAY_ADDRESS=on_cluster.address)
     assert done.returncode == 0, done.stderr
-    assert sha256(tmp_path / "fed" / WEIGHTS) == sha256(tmp_path / "stored" / WEIGHTS)
-    assert steps_so_far(tmp_path / "fed") == steps_so_far(tmp_path / "stored") < 20
+    assert sha256(tmp_path / "fed" / WEIGHTS) == stored
     everything = Manifest.load(dumped[1]).total("train", "bytes")
     print(f"train shards took {max(seen):,} bytes at most; all of them have {everything:,}")
     assert 0 < max(seen) <= BOUND < everything and left(recipe) == []
@@ -139,34 +137,58 @@ def test_either_side_is_killed_and_two_ranks_make_the_weights_of_a_stored_run(du
     assert sha256(output / WEIGHTS) == by_two
 
 
-def test_drafts_that_train_together_have_the_weights_that_each_has_alone(dumped, by_two, tmp_path):
-    """Also where one of them had been killed before. One pass over the states serves both."""
-    sets, output = ["train.micro_batch=2", "train.window=1"], tmp_path / "fed"
-    assert run_training(dumped, tmp_path / "alone", *sets, ranks=2, draft="eagle").returncode == 0
-    recipe = prepared(dumped, output)
-    with ThreadPoolExecutor(1) as thread, without_ray():
+@contextmanager
+def fed(recipe: Recipe) -> Iterator[Future[list[str]]]:
+    """What its feeder says in the end, which serves a training in this process, or others."""
+    with watched(recipe.paths.features) as seen, ThreadPoolExecutor(1) as thread, without_ray():
         feeding = thread.submit(feed, recipe)
-        kill_training(dumped, output, lambda: steps_so_far(output) >= 7, *sets, *FED, ranks=2)
-        write_wanted(recipe, Wanted([]))
-        feeding.result()
-        feeding = thread.submit(feed, recipe)
-        done = run_training(dumped, output, *sets, *FED, "train.together=true", ranks=2, draft=None)
-        if done.returncode:
+        try:
+            yield feeding
+        except BaseException:
             write_wanted(recipe, Wanted([]))
-        made = int(feeding.result()[0].split()[0])
-    assert done.returncode == 0, done.stderr
-    assert sha256(output / WEIGHTS) == by_two
+            raise
+        assert "none left" in feeding.result()[0]
+    assert 0 < max(seen) <= BOUND and left(recipe) == []
+
+
+def test_until_its_patience_ends_a_training_is_fed_alike(dumped, tmp_path):
+    """What it kept is what the stored training kept; its feeder ends with it."""
+    sets = ["train.patience=2", "train.keep=best", "train.validate_every=2", "train.learning_rate=0.02"]
+    sets, output = [*sets, "train.window=1"], tmp_path / "fed"
+    train_here(dumped, tmp_path / "stored", *sets)
+    with fed(prepared(dumped, output)):
+        train_here(dumped, output, *sets, *FED)
+    assert sha256(output / WEIGHTS) == sha256(tmp_path / "stored" / WEIGHTS)
+    assert steps_so_far(output) == steps_so_far(tmp_path / "stored") < 20
+
+
+def test_drafts_that_train_together_have_the_weights_that_each_has_alone(dumped, stored, tmp_path):
+    """Also where one of them had been stopped before. One pass over the states serves both."""
+    output = tmp_path / "fed"
+    train_here(dumped, tmp_path / "alone", "train.window=1", draft="eagle")
+    recipe = prepared(dumped, output)
+    with fed(recipe):
+        stopped_here(dumped, output, *FED, saves=3)
+        write_wanted(recipe, Wanted([]))
+    with fed(recipe) as feeding:
+        train_here(dumped, output, *FED, "train.together=true", draft=None)
+    made = int(feeding.result()[0].split()[0])
+    assert sha256(output / WEIGHTS) == stored
     eagle = "drafts/eagle/model.safetensors"
     assert sha256(output / eagle) == sha256(tmp_path / "alone" / eagle)
     reads = Order(FedStore(recipe, Manifest.load(recipe.paths.features).spec), recipe.train, recipe.seed).reads
-    assert 5 < made <= reads.made(3, 3) < reads.made(3, 3, trainings=2) and left(recipe) == []
+    assert 5 < made <= reads.made(3, 3) < reads.made(3, 3, trainings=2)
 
 
 @pytest.mark.parametrize("place", ["store", "folder"])
-def test_a_nodes_ranks_read_copies_of_shards_that_come_and_go(dumped, by_two, tmp_path, bucket, monkeypatch, place):
-    """In an object store, or in the run's folder. A feeder was stopped there and ranks were killed here before."""
+def test_a_nodes_ranks_read_copies_of_shards_that_come_and_go(
+    dumped, by_two, stored, tmp_path, bucket, monkeypatch, place
+):
+    """Two ranks in an object store, one in the run's folder. A feeder was stopped there and ranks were killed here
+    before.
+    """
     output, local, url = tmp_path / "fed", tmp_path / "local", bucket.replace("/run?", "/fed?")
-    sets = [*FED, "train.micro_batch=2", f"train.shards={local}", *([f'features.store="{url}"'] * (place == "store"))]
+    sets = [*FED, f"train.shards={local}", *([f'features.store="{url}"', "train.micro_batch=2"] * (place == "store"))]
     recipe = load_recipe(dumped[0], [f"output={output}", *sets])
     there = Store(url if place == "store" else recipe.paths.features.as_uri())
     first, seen, put = shard_name("train", 0), [0], Store.put
@@ -179,10 +201,7 @@ def test_a_nodes_ranks_read_copies_of_shards_that_come_and_go(dumped, by_two, tm
         seen.append(of_train())
 
     dump_here(recipe)
-    with pytest.raises(RuntimeError, match="StopIteration"), monkeypatch.context() as patched, without_ray():
-        wants = iter([Wanted([0], 1, 1)])
-        patched.setattr("preprocess.dump.feeder.read_wanted", lambda _: next(wants))
-        feed(recipe)
+    feed_first(recipe, monkeypatch)
     assert of_train() > 0
     for name in (first, shard_name("train", 9)):  # damaged; one that no manifest names
         (tmp_path / name).write_bytes(b"half")
@@ -191,21 +210,24 @@ def test_a_nodes_ranks_read_copies_of_shards_that_come_and_go(dumped, by_two, tm
     for name in (first, shard_name("train", 9), f".{first}.1.tmp"):
         (local / name).write_bytes(b"half")
     monkeypatch.setattr(Store, "put", put_and_look)
-    with (
-        watched(recipe.paths.features) as here,
-        watched(local) as copies,
-        ThreadPoolExecutor(1) as thread,
-        without_ray(),
-    ):
-        feeding = thread.submit(feed, recipe)
-        done = run_training(dumped, output, *sets, ranks=2)
-        if done.returncode:
-            write_wanted(recipe, Wanted([]))
-        assert "none left" in feeding.result()[0] and done.returncode == 0, done.stderr
-    assert sha256(output / WEIGHTS) == by_two
-    assert 0 < max(seen if place == "store" else here) <= BOUND and 0 < max(copies) <= BOUND
-    assert left(recipe) == [] and of_train() == 0 and list(local.glob("*-train-*")) == []
+    with watched(local) as copies, fed(recipe):
+        if place == "store":
+            done = run_training(dumped, output, *sets, ranks=2)
+            assert done.returncode == 0, done.stderr
+        else:
+            train_here(dumped, output, *sets)
+    assert sha256(output / WEIGHTS) == (by_two if place == "store" else stored)
+    assert max(seen) <= BOUND and 0 < max(copies) <= BOUND
+    assert of_train() == 0 and list(local.glob("*-train-*")) == []
     assert {path.name for path in local.glob("*.arrow")} < checksums(dumped[1]).keys()
+
+
+def feed_first(recipe: Recipe, monkeypatch) -> None:
+    """A feeder that is stopped when it has made the first shard."""
+    wants = iter([Wanted([0], 1, 1)])
+    with pytest.raises(RuntimeError, match="StopIteration"), monkeypatch.context() as patched, without_ray():
+        patched.setattr("preprocess.dump.feeder.read_wanted", lambda _: next(wants))
+        feed(recipe)
 
 
 def test_a_shard_that_is_damaged_in_the_store_is_told_at_once(dumped, tmp_path, monkeypatch):
@@ -213,11 +235,8 @@ def test_a_shard_that_is_damaged_in_the_store_is_told_at_once(dumped, tmp_path, 
     sets = [f"output={tmp_path / 'run'}", *FED, f"features.store={url}", f"train.shards={tmp_path / 'local'}"]
     recipe, gets, get = load_recipe(dumped[0], sets), [], Store.get
     dump_here(recipe)
-    bring(recipe, feature_spec(recipe))
-    with pytest.raises(RuntimeError, match="StopIteration"), monkeypatch.context() as patched, without_ray():
-        wants = iter([Wanted([0], 1, 1)])
-        patched.setattr("preprocess.dump.feeder.read_wanted", lambda _: next(wants))
-        feed(recipe)
+    fetch(recipe, feature_spec(recipe), folder=recipe.paths.shards)
+    feed_first(recipe, monkeypatch)
     flip(there / shard_name("train", 0))
     monkeypatch.setattr(Store, "get", lambda *given: gets.append(given) or get(*given))
     with pytest.raises(PipelineError, match=r"features-train-000000.arrow is damaged there, its SHA-256 is not"):
@@ -327,7 +346,7 @@ def test_what_was_fed_goes_and_what_a_dump_kept_stays(dumped, tmp_path, monkeypa
         monkeypatch.setattr("preprocess.dump.feeder.read_wanted", lambda _: Wanted([]))
         assert feed(kept) == ["0 train shards made, 5 left"] and checksums(kept.paths.features) == want
         flip(kept.paths.features / shard_name("train", 2))
-        with pytest.raises(PipelineError, match=r"kept all shards, but 1 of their files .* features.keep='all'"):
+        with pytest.raises(PipelineError, match=r"kept all shards, but 1 of them .* features.keep='all'"):
             feed(kept)
         dump_here(load_recipe(dumped[0], [f"output={kept.output}"]))
         manifest = dump_here(load_recipe(dumped[0], [f"output={kept.output}", *FED, "data.calibration_prompts=2"]))

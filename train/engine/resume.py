@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import read_sealed, sha256
+from pipeline.basics.files import difference, read_sealed, sha256
 from train.engine.ranks import place_on_host
 
 FORMAT = 2  # of a state: goes up when DeepSpeed's files do not fit any more, as when a parameter's name changes
@@ -77,14 +77,8 @@ def require_whole(folder: Path, files: Digests) -> None:
     number, size = place_on_host()
     by_size = sorted(files, key=lambda name: (-files[name]["bytes"], name))
     for name in by_size[number::size]:
-        path, saved = folder / name, files[name]
-        if not path.is_file():
-            raise PipelineError(f"resume state {path} is missing. {_remedy(folder)}")
-        if path.stat().st_size != saved["bytes"] or sha256(path) != saved["sha256"]:
-            raise PipelineError(
-                f"resume state {path} was changed or damaged after it was saved: its size or SHA-256 is not the one "
-                f"in {RESUME}. {_remedy(folder)}"
-            )
+        if reason := difference(folder / name, files[name]["sha256"], files[name]["bytes"], RESUME):
+            raise PipelineError(f"resume state {folder / name}: {reason}. {_remedy(folder)}")
 
 
 def require_tensors_alone(folder: Path, tag: str) -> None:

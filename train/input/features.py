@@ -1,8 +1,8 @@
-"""The features where this node's ranks read them: brought there once, checked once.
+"""The features where this node's ranks read them, checked once.
 
-Guarantees: a shard arrives whole or not at all; before a run each host knows the checksum of everything that its ranks
-may read, whatever other hosts have (it reads what changed since it was found whole, `pipeline/features/checked.py`);
-one that is damaged anywhere ends all ranks by name, before the first step.
+Guarantees: before a run each host knows the checksum of everything that its ranks may read, whatever other hosts have
+(it reads what changed since it last read it); one that is damaged anywhere ends all ranks by name, before the first
+step.
 """
 
 import logging
@@ -10,12 +10,11 @@ import socket
 import uuid
 from pathlib import Path
 
-from pipeline.artifacts.features import answers_hash, fetch
+from pipeline.artifacts.features import answers_hash
 from pipeline.artifacts.provenance import recorded
 from pipeline.basics.errors import PipelineError
-from pipeline.features.checked import checked
-from pipeline.features.schema import FeatureSpec, another_engine, require_readable
-from pipeline.features.shards import ANSWERS, MANIFEST, FeatureStore, Manifest, kind_of
+from pipeline.features.schema import FeatureSpec, another_engine
+from pipeline.features.shards import ANSWERS, FeatureStore, Manifest, damages, kind_of
 from pipeline.recipe.differences import ANSWERS_KEYS
 from pipeline.recipe.recipe import Recipe
 from train.engine.ranks import by_rank_0, fail_together, place_on_host
@@ -23,29 +22,6 @@ from train.input.stream import FedStore
 
 Stores = tuple[FeatureStore, FeatureStore, FeatureStore | None]
 log = logging.getLogger(__name__)
-
-
-def bring(recipe: Recipe, expected: FeatureSpec) -> None:
-    """From the recipe's store, or from the run's shared folder where `train.shards` names another, to where this node
-    reads them.
-
-    Any number of a node's ranks may call it at once: one brings them, the others wait. What is there already is kept.
-    Raises PipelineError, also where the place holds another dump.
-    """
-    if recipe.train.shards and (recipe.paths.shards / MANIFEST).exists():
-        require_readable(_held(recipe.paths.shards).spec, expected, recipe.paths.shards)
-    fetch(recipe, expected, folder=recipe.paths.shards)
-
-
-def _held(copy: Path) -> Manifest:
-    """Of the copies that are there. Raises PipelineError where it cannot be read: no dump is written over."""
-    try:
-        return Manifest.load(copy)
-    except PipelineError:
-        raise PipelineError(
-            f"train.shards {copy}: its {MANIFEST} is damaged, or of another version of this project. Remove that "
-            "folder if it holds copies only, and run again: the features are brought anew; else name another"
-        ) from None
 
 
 def open_checked(recipe: Recipe, expected: FeatureSpec) -> Stores:
@@ -65,7 +41,8 @@ def _require_whole(recipe: Recipe) -> None:
     number, count = place_on_host()
     folder, brought = recipe.paths.shards, recipe.features.store or recipe.train.shards
     files = Manifest.load(folder).lasting(recipe.features.keep)  # what training is fed with it checks as it comes
-    for record, reason in checked(folder, files[number::count]):
+    files = files[number::count]
+    for record, reason in zip(files, damages(folder, files), strict=True):
         if reason:
             again = f"jakiro verify {folder} --recipe RECIPE --repair"
             raise PipelineError(

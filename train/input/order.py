@@ -1,5 +1,5 @@
 """Which dialogues make up step s of epoch e: a function of (seed, epoch, step), never of the number of ranks. It is
-known from the texts alone, before any state is read; or from how many questions there are, where texts come later.
+known from the texts alone, before any state is read.
 
 Terms: a row is one dialogue or, with `train.pack_tokens`, several that are packed one behind the other; a global batch
 is `train.global_batch` rows and one optimiser step; a window is `train.window` shards, whose rows are shuffled
@@ -83,7 +83,7 @@ class Order:
 
     def rows_of(self, step: int) -> list[list[int]]:
         """The global batch of a step, longest row first: the dialogues of each. An epoch leaves out the rest that fills
-        no batch. Where texts come with their shards, waits for those of the step.
+        no batch.
         """
         chosen = self._chosen(step)
         tokens = {row: sum(len(self._texts.ids(number)) for number in self.rows[row]) for row in chosen}
@@ -131,8 +131,8 @@ def packed(texts: TextTable, tokens: int, seed: int, sizes: list[int]) -> list[l
 
 
 def _default_window(store: FeatureStore) -> int:
-    spec = store.spec
-    size = int(store.texts.lengths_N.sum()) * token_bytes(spec.stored_dtype, spec.hidden_size, 1 + spec.auxiliary)
+    spec, tokens = store.spec, int(store.texts.lengths_N.sum())
+    size = tokens * token_bytes(spec.stored_dtype, spec.hidden_size, 1 + spec.auxiliary)
     return max(1, int(WINDOW_BYTES * len(store.records) // max(size, 1)))
 
 

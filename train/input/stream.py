@@ -11,23 +11,16 @@ recipe's store or the run's folder; a copy goes when it is not among those that 
 
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from pipeline.artifacts.features import Wanted, fetching, store_of, wanted_file, write_wanted
 from pipeline.basics.errors import PipelineError
-from pipeline.features.schema import FeatureSpec, require_readable, token_bytes
-from pipeline.features.shards import (
-    FeatureStore,
-    Manifest,
-    ShardRecord,
-    damage,
-    kind_of,
-    open_shard,
-    part_starts,
-    shard_name,
-)
+from pipeline.features.schema import FeatureSpec, token_bytes
+from pipeline.features.shards import FeatureStore, Manifest, ShardRecord, damage, open_shard, shard_name
 from pipeline.features.text import TextTable
 from pipeline.recipe.recipe import Recipe
 
@@ -38,29 +31,29 @@ log = logging.getLogger(__name__)
 
 
 class FedStore(FeatureStore):
-    """All of the train table's dialogues. `records` are what the shards will be, their bytes an upper bound."""
+    """All of the train table's dialogues. `records` are what the shards will be, their bytes an upper bound. A row is
+    waited for until its shard is there.
+    """
 
     def __init__(self, recipe: Recipe, expected: FeatureSpec):
         """Raises PipelineError for an unfinished or foreign dump."""
-        folder, size = recipe.paths.shards, recipe.features.rows_per_shard
-        manifest = Manifest.load(folder)
-        require_readable(manifest.spec, expected, folder)
-        manifest.require_complete(folder)
-        self._take(manifest.spec, expected)
-        self._recipe = recipe
-        self.texts = TextTable.open(folder, manifest.text_of("train"), self.spec)
-        lengths_N, self.records = self.texts.lengths_N, []
-        for index, first in enumerate(range(0, len(lengths_N), size)):
-            mine = lengths_N[first : first + size]
-            rows, tokens = len(mine), int(mine.sum())
-            most = tokens * token_bytes(self.stored.stored_dtype, self.stored.hidden_size, 1 + self.stored.auxiliary)
-            most += FRAME_BYTES * (rows + 1)
-            self.records.append(ShardRecord(shard_name("train", index), "train", index, rows, tokens, 0, most, ""))
-        self._starts = np.cumsum([0] + [record.rows for record in self.records])
-        self._parts = part_starts(self.records)
-        self._readers = self._arriving = _Arriving(recipe, self.stored)
+        self._recipe, self._folder = recipe, recipe.paths.shards
+        self._source = store_of(recipe, self._folder) if recipe.paths.copies else None
+        self._open: dict[int, pa.ipc.RecordBatchFileReader] = {}
         self.at: dict[Any, int] = {}  # the step that each of its readers is at
         self._news: tuple[set[int], int] | None = None  # what the last step wanted soon, and how many in all
+        super().__init__(self._folder, "train", expected)
+
+    def _opened(self, folder: Path, manifest: Manifest, split: str) -> tuple[list[ShardRecord], TextTable]:
+        texts = TextTable.open(folder, manifest.text_of(split), self.stored)
+        size, records = self._recipe.features.rows_per_shard, []
+        for index, first in enumerate(range(0, len(texts), size)):
+            lengths = texts.lengths_N[first : first + size]
+            rows, tokens = len(lengths), int(lengths.sum())
+            most = tokens * token_bytes(self.stored.stored_dtype, self.stored.hidden_size, 1 + self.stored.auxiliary)
+            most += FRAME_BYTES * (rows + 1)
+            records.append(ShardRecord(shard_name(split, index), split, index, rows, tokens, 0, most, ""))
+        return records, texts
 
     def room(self, now: int) -> int:
         """How many shards the recipe has room for, whichever they are. `now`: so many are needed at once, and are all
@@ -84,59 +77,52 @@ class FedStore(FeatureStore):
         if news == self._news:  # the order of the others is what it was
             return
         self._news = news
-        self._arriving.close_others(soon)
+        for index in set(self._open).difference(soon):  # its space is free when every rank has closed it
+            del self._open[index]
+        remove_copies(self._recipe, soon)
         if tell:
             write_wanted(self._recipe, wanted)
 
-
-class _Arriving(dict[int, Any]):
-    """Open shards by number. One that is asked for is waited for."""
-
-    def __init__(self, recipe: Recipe, spec: FeatureSpec):
-        self._recipe, self._folder, self._spec = recipe, recipe.paths.shards, spec
-        self._store = store_of(recipe, self._folder) if recipe.paths.copies else None
-
-    def __missing__(self, index: int) -> Any:
-        begin, told, waited = time.monotonic(), wanted_file(self._recipe), 0.0
-        while True:
-            for record in Manifest.load(self._recipe.paths.features).of("train"):
-                if record.index == index and (reader := self._opened(record, waited)) is not None:
-                    self[index] = reader
-                    return reader
+    def _reader(self, shard: int) -> pa.ipc.RecordBatchFileReader:
+        begin, waited = time.monotonic(), 0.0
+        while (reader := self._open.get(shard)) is None:
+            if (record := self._listed(shard)) and (reader := self._arrived(record, waited)) is not None:
+                self._open[shard] = reader
+                break
             time.sleep(LOOK_SECONDS)
             before, waited = waited, time.monotonic() - begin
             if before // TELL_SECONDS < waited // TELL_SECONDS:
-                log.warning("training waits for shard %d: does preprocess/feed.py run, and see %s?", index, told)
+                where = wanted_file(self._recipe)
+                log.warning("training waits for shard %d: does preprocess/feed.py run, and see %s?", shard, where)
+        return reader
 
-    def _opened(self, record: ShardRecord, waited: float, tries: int = 2) -> Any:
+    def _listed(self, index: int) -> ShardRecord | None:
+        shards = Manifest.load(self._recipe.paths.features).of("train")
+        return next((record for record in shards if record.index == index), None)
+
+    def _arrived(self, record: ShardRecord, waited: float, tries: int = 2) -> pa.ipc.RecordBatchFileReader | None:
         """None where it went at this moment: the feeder makes it again. Raises PipelineError for a damaged one, for one
         that cannot be fetched, and for one that a shared folder lacks for long: it may show a new file late.
         """
-        source = self._recipe.paths.features
+        path = self._folder / record.name
         try:
-            if self._store is not None:
+            if self._source is not None:
                 with fetching(self._folder):  # once for all ranks of this node
                     if damage(self._folder, record):
-                        self._store.get(record.name, self._folder, record.sha256)
+                        self._source.get(record.name, self._folder, record.sha256)
             elif reason := damage(self._folder, record):
-                raise PipelineError(f"{kind_of(record)} {self._folder / record.name}: {reason}. Run again")
-            return open_shard(self._folder, record, self._spec)
+                raise PipelineError(f"feature shard {path}: {reason}. Run again")
+            return open_shard(self._folder, record, self.stored)
         except (PipelineError, OSError) as error:
-            if record not in Manifest.load(source).of("train"):
+            if record != self._listed(record.index):
                 return None
-            shared = not self._recipe.features.store
-            if shared and waited < TELL_SECONDS and not (source / record.name).exists():
+            late = not self._recipe.features.store and not (self._recipe.paths.features / record.name).exists()
+            if late and waited < TELL_SECONDS:
                 return None
             if tries == 1:  # else it went, and is there again
                 raise PipelineError(f"feature shard {record.name}: {error}") from None
             time.sleep(LOOK_SECONDS)
-            return self._opened(record, waited, tries - 1)
-
-    def close_others(self, kept: set[int]) -> None:
-        """Their space on the disk is free when every rank has closed them."""
-        for index in set(self).difference(kept):
-            del self[index]
-        remove_copies(self._recipe, kept)
+            return self._arrived(record, waited, tries - 1)
 
 
 def remove_copies(recipe: Recipe, kept: set[int]) -> None:
