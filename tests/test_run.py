@@ -16,14 +16,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from huggingface_hub import set_client_factory
-from huggingface_hub.utils._http import default_client_factory
 from safetensors.torch import load_file
 
 from eval.main import main as evaluate
 from eval.measure.report import DEPTH, by_place, is_noise, usual_said
 from eval.measure.tasks import evaluation_lock, make_harness, methods_of
-from eval.release import publish
+from eval.release import card as cards
 from eval.release.folder import files_in
 from eval.release.hub import require_repository_name
 from eval.release.publish import build_release
@@ -43,7 +41,7 @@ from pipeline.lm.model import Target, fingerprint, identify
 from pipeline.recipe.load import load_recipe
 from pipeline.running.stages import eval_state, features_state, run, stages, status
 from preprocess.dump.driver import dump
-from tests.hub import Hub, reach
+from tests.hub import Hub, reached
 from tests.kit import (
     TEMPLATE,
     call,
@@ -372,9 +370,7 @@ def test_a_name_that_the_hub_cannot_hold_is_refused_before_anything_is_measured(
 def test_push_uploads_the_release_and_only_on_demand(finished, monkeypatch, capsys):
     """What else a Hub can answer: tests/eval/test_push.py."""
     recipe, run, _ = finished
-    with Hub() as hub:
-        reach(monkeypatch, hub.url)
-        monkeypatch.setenv("HF_TOKEN", hub.token)
+    with Hub() as hub, reached(monkeypatch, hub):
         call(evaluate, str(recipe))
         assert not hub.requests
         call(evaluate, str(recipe), "--push", "me/draft")
@@ -389,7 +385,6 @@ def test_push_uploads_the_release_and_only_on_demand(finished, monkeypatch, caps
         with pytest.raises(PipelineError, match=r"the Hub refused the upload to me/draft \(401\)") as refused:
             call(evaluate, str(recipe), "--push", "me/draft")
         assert "hf_wrong" not in str(refused.value) + capsys.readouterr().out
-    set_client_factory(default_client_factory)  # which refuses what is offline, also for other tests
 
 
 # -- what can be asked of a finished run ----------------------------------------------------------------------------
@@ -670,7 +665,7 @@ def test_a_draft_with_prompt_lookup_beside_it_is_tuned_measured_and_released(cop
     table = capsys.readouterr().out
     assert all(f"| heldout   | 0 | {name} " in table for name in ("prompt-lookup", "both", "both-tuned"))
     found = load_recipe(recipe, sets)
-    monkeypatch.setattr(publish, "released_method", lambda *_: "both-tuned")
+    monkeypatch.setattr(cards, "released_method", lambda *_: "both-tuned")
     build_release(found)
     assert_each_figure_names_its_method(run / "release")
     target, mark = Target(found.target, "float32"), fingerprint(found.target)
@@ -727,13 +722,13 @@ def test_a_corpus_is_measured_with_and_stays_on_this_machine(copied, tmp_path, c
     assert measured["drafts"]["both-tuned"]["corpora"] == [sha256(corpus)]
     names = [name for name in measured["drafts"] if name.startswith(("both", "jakiro"))]
     rows = [Row("decoded", name, "speedup", 9.0 if name.startswith("both") else 1.0) for name in names]
-    assert publish.released_method(found, measured, rows) == "jakiro"  # a release does not hold the text
+    assert cards.released_method(found, measured, rows) == "jakiro"  # a release does not hold the text
     assert "prompt lookup also in a text that is not part of this release" in (run / "release/README.md").read_text()
     for folder in (run / "release", run / "eval"):
         for name in files_in(folder):
             for private in (b"my folder", b"my notes"):
                 assert private not in (folder / name).read_bytes(), name
-    monkeypatch.setattr(publish, "released_method", lambda *_: "both-tuned")
+    monkeypatch.setattr(cards, "released_method", lambda *_: "both-tuned")
     build_release(found)
     assert checkpoint.read_config(run / "release").secondary["prompt-lookup"].corpus is None
     assert eval_state(found)[0]
