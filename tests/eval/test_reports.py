@@ -57,7 +57,7 @@ OLD = {"old": {"draft": "old", "tree": {"nodes": 8}}}  # as a version before wro
     [
         (
             lambda path: replace_once(path, '"hardware": "one"', '"hardware": "a large GPU"'),
-            "was changed or damaged .*jakiro eval RECIPE again",
+            " was changed or damaged .*jakiro eval RECIPE again",
         ),
         (lambda path: change_sealed(path, lambda raw: raw.pop("rows")), " has no 'rows'"),
         (sealed(drafts=OLD), ": old is no method of this version .*run jakiro eval"),
