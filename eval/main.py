@@ -1,7 +1,7 @@
 """Measures the recipe's drafts beside plain decoding, writes the report and the release folder; uploads only on --push.
 
 python eval/main.py RECIPE [--tuned] [--push OWNER/NAME]
-python eval/main.py OWNER/NAME[@REVISION] [--pull-request]       (a published release of ours, on this machine)
+python eval/main.py OWNER/NAME[@REVISION]       (a published release of ours, on this machine)
 """
 
 import argparse
@@ -17,11 +17,9 @@ if __name__ == "__main__":
 from eval.measure import plots, report
 from eval.measure.harness import pooled
 from eval.measure.tasks import Job, decode_all, evaluation_lock, job_of, tuned_as_written
-from eval.published import propose, recipe_of
+from eval.published import recipe_of
 from eval.release.hub import require_repository_name
-from eval.release.page import samples
-from eval.release.publish import build_release
-from eval.release.push import push
+from eval.release.publish import build_release, push
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import measured_by, provenance, write_provenance
 from pipeline.artifacts.reports import (
@@ -110,7 +108,7 @@ def measure(job: Job) -> dict:
         "tuned": read_tuned_trees(recipe.paths.tuned),
         "rows": digest_of(rows),
         "prompts_left_out": left_out,  # too long for the target's positions
-        "samples": samples(job, records, tokenizer),
+        "samples": report.samples(job, records, tokenizer),
         "table": report.summary(rows),
         "plots": {path.name: sha256(path) for path in drawn},
     }
@@ -128,14 +126,10 @@ def main() -> None:
     parser.add_argument("--tuned", action="store_true", help="leave out the recipe's tree where eval/tune.py chose one")
     parser.add_argument("--push", metavar="OWNER/NAME", help="upload the release folder to this Hub repository")
     parser.add_argument("--public", action="store_true", help="make a repository that --push creates public")
-    parser.add_argument("--pull-request", action="store_true", help="offer a published release's owner these figures")
     arguments = parser.parse_args()
-    theirs = recipe_of(arguments.recipe, arguments.overrides)
-    if arguments.pull_request and not theirs:
-        parser.error("--pull-request goes with OWNER/NAME, a published release")
-    recipe_file, said = theirs or (arguments.recipe, [])
-    for line in said:
-        print(line)
+    recipe_file, notes = recipe_of(arguments.recipe, arguments.overrides) or (arguments.recipe, [])
+    for note in notes:
+        print(note)
     recipe = load_recipe(recipe_file, arguments.overrides, begin=True)
     if arguments.push:
         require_repository_name(arguments.push)
@@ -154,8 +148,6 @@ def main() -> None:
     if arguments.push:
         print(f"uploading to {arguments.push} ...", flush=True)
         print("\n".join(push(release, arguments.push, private=not arguments.public)))
-    if arguments.pull_request:
-        print(propose(recipe, release))
 
 
 if __name__ == "__main__":

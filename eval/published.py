@@ -1,28 +1,22 @@
-"""A published release, measured here as its own recipe measured it: `eval/main.py OWNER/NAME[@REVISION]`; and a pull
-request that brings its repository what this machine found.
+"""A published release, measured here as its own recipe measured it: `eval/main.py OWNER/NAME[@REVISION]`.
 
 Guarantee: nothing of the release runs as code, and none of its settings but those of pipeline/recipe/untrusted.py is
 taken; only `--set target.trust_remote_code=true` trusts its target's code.
 """
 
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from eval.measure.benchmarks import BENCHMARKS, PREFIX
-from eval.release.card import by_origin
-from eval.release.folder import CARD
 from eval.release.hub import Repository
-from eval.release.publish import measurement
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE
 from pipeline.artifacts.published import download, fetched, is_ours
-from pipeline.artifacts.reports import REPORT, ROWS, measured_rows, read_report, read_rows, rows_of_release
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import read_sealed, sealed_lines, write_json
+from pipeline.basics.files import read_sealed, write_json
 from pipeline.basics.public import public_text
 from pipeline.recipe.read import shipped
-from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.untrusted import ReleasedRecipe, parse_untrusted
 from pipeline.serving.load import target_of
 
@@ -31,7 +25,6 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 SHIPPED = ("embedded:humaneval",)  # prompts that every machine has
 NOT_DUMPED = "none: a published draft is measured, not trained"
 DEFAULT = {"humaneval": {"source": "embedded:humaneval", "prompts": 20}}
-BEFORE = re.compile(rb"(?m)^(?:`report\.html` shows all this|## Use\b)")  # in a card: where figures end
 
 
 def recipe_of(address: str, overrides: list[str]) -> tuple[Path, list[str]] | None:
@@ -93,30 +86,3 @@ def _tree(folder: Path, repository: str, revision: str, model: str | None) -> tu
     notes = [f"not measured, for their prompts are its makers': {', '.join(map(public_text, left_out))}"]
     notes = notes if left_out else []
     return recipe, notes + ([] if public else [f"measured instead: {', '.join(DEFAULT)}"])
-
-
-def propose(recipe: Recipe, release: Path) -> str:
-    """Opens a pull request in the repository of the measured draft, unless it is open: the rows of this machine beside
-    those that are there, and a section of its card. Its address, in words. Raises PipelineError.
-    """
-    repository, _, revision = recipe.published[recipe.publish.draft].partition("@")
-    rows = measured_rows(recipe.paths.eval, read_report(recipe.paths.eval / REPORT))
-    title = f"Figures of {rows[0].origin['hardware']}"
-    again = f"The figures stay in {release}: run the same command again, it measures nothing twice"
-    there = Repository(repository, "model", again)
-    folder = fetched(repository, revision, [CARD, ROWS])
-    card = (folder / CARD).read_bytes() if (folder / CARD).is_file() else b""
-    new = [row for row in read_rows(release) if "by" not in row.origin]
-    replaced = set(map(measurement, new))
-    others = [row for row in rows_of_release(folder, repository) if measurement(row) not in replaced]
-    table = sealed_lines(map(asdict, [*others, *new]))
-    mine = "\n".join(by_origin([row for row in rows if row.origin.get("draft") == recipe.publish.draft])).encode()
-    if mine in card:
-        return f"{repository} has these figures already"
-    if address := there.open_pull_request(title):
-        return f"a pull request is open: {address}"
-    found = BEFORE.search(card)
-    at = found.start() if found else len(card)
-    gap = b"" if found or not card else b"\n\n"
-    files: dict[str, Path | bytes] = {ROWS: table.encode(), CARD: card[:at] + gap + mine + b"\n" + card[at:]}
-    return f"pull request: {there.commit(title, files, proposed_to=revision).pr_url}"

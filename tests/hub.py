@@ -23,16 +23,15 @@ HEAD = "a" * 40  # the commit that it says it has
 class Hub(Loopback):
     """``with Hub() as hub: ... hub.url; hub.files`` (path -> content, after a commit); `token` is the only one let in.
 
-    `commits`: what each said, changed, and whether it was a pull request. `faults`: part of a request's path -> what
-    it is answered: a status, "hang" (nothing), "html" (a web page, status 200), "drop" (the connection is closed) or
-    "cut" (closed amid what is sent). `exists`: the repository is there. `private`: what the Hub says of it, None:
-    nothing.
+    `commits`: the paths that each changed. `faults`: part of a request's path -> what it is answered: a status, "hang"
+    (nothing), "html" (a web page, status 200), "drop" (the connection is closed) or "cut" (closed amid what is sent).
+    `exists`: the repository is there. `private`: what the Hub says of it, None: nothing.
     """
 
     def __init__(self, token: str = "hf_test", exists: bool = False, private: bool | None = True):
         self.files: dict[str, bytes] = {}
         self.large: set[str] = set()  # of them, those that came as objects of their own (LFS)
-        self.commits: list[dict] = []
+        self.commits: list[list[str]] = []
         self.faults: dict[str, int | str] = {}
         self.exists, self.private, self._over = exists, private, Event()
         self.created: list[dict] = []
@@ -43,6 +42,11 @@ class Hub(Loopback):
     def __exit__(self, *_: object) -> None:
         self._over.set()
         super().__exit__()
+
+    def blob(self, name: str) -> str:
+        """The file's id in git."""
+        content = self.files[name]
+        return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
     def handler(hub):
         class HubHandler(Handler):
@@ -69,9 +73,6 @@ class Hub(Loopback):
                     return
                 if not hub.exists:
                     self.answer({"error": "Repository not found"}, 404)
-                elif "/discussions" in self.path:
-                    made = [commit for commit in hub.commits if commit["pull_request"]]
-                    self.answer({"discussions": list(map(self.discussion, made)), "count": len(made), "start": 0})
                 elif "/tree/" in self.path:
                     self.answer([self.entry(name) for name in sorted(hub.files)])
                 elif "/resolve/" in self.path:
@@ -83,19 +84,11 @@ class Hub(Loopback):
             def do_HEAD(self) -> None:
                 self.do_GET()
 
-            def discussion(self, commit: dict) -> dict:
-                by = {"name": "me"}
-                found = {"title": commit["said"], "num": 1, "author": by, "repo": {"name": "me/draft", "type": "model"}}
-                return found | {"isPullRequest": True, "status": "open", "createdAt": "2026-01-01T00:00:00.000Z"}
-
             def entry(self, name: str) -> dict:
                 content = hub.files[name]
-                found = {"type": "file", "path": name, "size": len(content)}
-                found["oid"] = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-                if name in hub.large:
-                    sha = hashlib.sha256(content).hexdigest()
-                    found["lfs"] = {"oid": sha, "size": len(content), "pointerSize": 130}
-                return found
+                entry = {"type": "file", "path": name, "size": len(content), "oid": hub.blob(name)}
+                lfs = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
+                return entry | ({"lfs": lfs} if name in hub.large else {})
 
             def give(self, name: str) -> None:
                 """A file, or the part of it that is asked for."""
@@ -106,7 +99,7 @@ class Hub(Loopback):
                 content = hub.files[name][int(first) : int(last) + 1 if last else None]
                 self.send_response(206 if "Range" in self.headers else 200)
                 self.send_header("Content-Length", str(len(content)))
-                self.send_header("ETag", f'"{hashlib.sha1(hub.files[name]).hexdigest()}"')
+                self.send_header("ETag", f'"{hub.blob(name)}"')
                 self.send_header("X-Repo-Commit", HEAD)
                 self.end_headers()
                 if self.command == "GET":
@@ -148,7 +141,9 @@ class Hub(Loopback):
 
             def mode(self, file: dict) -> dict:
                 large = file["path"].endswith((".safetensors", ".png", ".arrow"))
-                return {"path": file["path"], "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
+                oid = hub.blob(file["path"]) if file["path"] in hub.files and not large else None
+                mode = "lfs" if large else "regular"
+                return {"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid}
 
             def lfs(self, item: dict) -> dict:
                 if item["oid"] in hub._objects:  # it is there already
@@ -157,15 +152,12 @@ class Hub(Loopback):
                 return {"oid": item["oid"], "size": item["size"], "actions": {"upload": upload}}
 
             def commit(self, body: bytes) -> None:
-                asked = self.path.endswith("create_pr=1")
-                hub.commits.append({"pull_request": asked, "changes": []})
+                hub.commits.append([])
                 for line in body.decode().splitlines():
                     entry = json.loads(line)
                     value = entry["value"]
-                    hub.commits[-1]["changes"] += [value["path"]] if "path" in value else []
-                    if entry["key"] == "header":
-                        hub.commits[-1] |= {"said": value["summary"], "parent": value.get("parentCommit")}
-                    elif entry["key"] == "deletedFile":
+                    hub.commits[-1] += [value["path"]] if "path" in value else []
+                    if entry["key"] == "deletedFile":
                         del hub.files[value["path"]]
                         hub.large.discard(value["path"])
                     elif entry["key"] == "file":
@@ -176,8 +168,7 @@ class Hub(Loopback):
                         hub.files[value["path"]] = content
                         hub.large.add(value["path"])
                 sha = "1" * 40
-                found = {"commitUrl": f"{hub.url}/me/draft/commit/{sha}", "commitOid": sha, "success": True}
-                self.answer(found | ({"pullRequestUrl": f"{hub.url}/me/draft/discussions/1"} if asked else {}))
+                self.answer({"commitUrl": f"{hub.url}/me/draft/commit/{sha}", "commitOid": sha, "success": True})
 
         return HubHandler
 
@@ -189,8 +180,10 @@ def reached(monkeypatch, hub: Hub, **settings: object) -> Iterator[Hub]:
     monkeypatch.setenv("HF_TOKEN", hub.token)
     for name, value in settings.items():
         monkeypatch.setattr(constants, name, value)
-    yield hub
-    set_client_factory(default_client_factory)  # which refuses what is offline, also for other tests
+    try:
+        yield hub
+    finally:
+        set_client_factory(default_client_factory)  # which refuses what is offline, also for other tests
 
 
 def reach(monkeypatch, url: str) -> None:

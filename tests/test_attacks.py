@@ -4,7 +4,6 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ from safetensors.torch import save_file
 import pipeline
 from eval import main as evaluation
 from eval.published import DEFAULT, recipe_of
-from pipeline.artifacts import checkpoint, reports
+from pipeline.artifacts import checkpoint
 from pipeline.artifacts.imported import Imported, import_draft
 from pipeline.artifacts.provenance import own_recipe, write_own_recipe
 from pipeline.artifacts.published import fetch
-from pipeline.artifacts.reports import Row, read_rows, write_rows
+from pipeline.artifacts.reports import ROWS
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256, write_sealed
 from pipeline.decoding.config import TreeConfig
@@ -315,108 +314,7 @@ def test_a_start_of_somebody_else_gives_weights_and_nothing_else(release, tiny_t
         read_start(recipe, "jakiro", embed_head, manifest.spec)
 
 
-# -- figures of others -------------------------------------------------------------------------------------------------
-
-
-def rows_of(weights: str, **origin: Any) -> list[Row]:
-    settings = {"dtype": "float32", "packed": False, "compiled": False, "top_k": None, "top_p": 1.0}
-    settings |= {"max_new_tokens": 9, "workers": 1}
-    known = {"hardware": "a GPU", "code_revision": "0" * 12, "settings": settings, "weights_sha256": weights}
-    known |= {"tree": TreeConfig(depth=2, top_k=2, nodes=5).to_json()} | origin
-    where = {"benchmark": "b", "temperature": 0.0, "origin": known}
-    tau = Row("decoded", "jakiro", "tau", 2.5, details={"prompts": 3, "answers_in_circles": 0}, **where)
-    return [tau, Row("decoded", "jakiro", "speedup", 1.5, **where)]
-
-
-def changed(rows: list[Row], **values: Any) -> list[Row]:
-    return [Row(**asdict(row) | values) for row in rows]
-
-
-@pytest.fixture
-def fetched(release, publish, tiny_target, tmp_path) -> Callable[[list[Row]], tuple[list[Row], list[str]]]:
-    """The rows that are carried on when a recipe fetches the release with these, and what the user is told."""
-
-    def take(rows: list[Row]) -> tuple[list[Row], list[str]]:
-        write_rows(release, rows)
-        publish()
-        shutil.rmtree(constants.HF_HUB_CACHE, ignore_errors=True)
-        tree = recipe_tree(tiny_target, tmp_path / "data.json", tmp_path / "mine")
-        tree["draft"] = {"jakiro": tree["draft"]["jakiro"]}
-        tree["published"] = {"jakiro": f"{ADDRESS}@{HEAD}"}
-        recipe, said = Recipe.model_validate(tree), list[str]()
-        fetch(recipe, said.append)
-        return read_rows(recipe.paths.draft("jakiro")), said[1:]
-
-    return take
-
-
-@pytest.mark.parametrize(
-    "forge",
-    [
-        lambda rows: changed(rows, value=99.9),  # more tokens a pass than its tree can give
-        lambda rows: rows[:1],  # no speed-up
-        lambda rows: rows[1:],  # no tau
-        lambda rows: changed(rows, details={}),  # of how many prompts
-        lambda rows: changed(rows, details={"prompts": -5}),
-        lambda rows: changed(rows, details={"prompts": True}),
-        lambda rows: changed(rows, details={"prompts": 10**300}),
-        lambda rows: changed(rows, interval=[5.0, 1.0]),
-        lambda rows: [rows[0], *changed(rows[1:], value=1e9)],  # far faster than its tau
-        lambda rows: changed(rows, origin=rows[0].origin | {"hardware": "www.evil.com"}),
-        lambda rows: changed(rows, origin=rows[0].origin | {"hardware": "a@evil.com"}),
-        lambda rows: changed(rows, method="# Owned"),
-        lambda rows: changed(rows, benchmark="<script>alert(1)</script>"),
-        lambda rows: changed(rows, value=-1),
-        lambda rows: changed(rows, instrument="trained"),
-        lambda rows: changed(rows, temperature=None),
-        lambda rows: changed(rows, origin=rows[0].origin | {"hardware": "a GPU\n# Owned"}),
-        lambda rows: changed(rows, origin=rows[0].origin | {"hardware": "[x](http://evil)"}),
-        lambda rows: changed(rows, origin=rows[0].origin | {"hardware": "x" * 10**6}),
-        lambda rows: changed(rows, origin=rows[0].origin | {"code_revision": "`<script>`"}),
-        lambda rows: changed(rows, origin=rows[0].origin | {"settings": {"dtype": "evil"}}),
-        lambda rows: changed(rows, origin=rows[0].origin | {"tree": {"depth": "many"}}),
-        lambda rows: changed(rows, origin={"weights_sha256": rows[0].origin["weights_sha256"]}),
-    ],
-)
-def test_figures_that_nothing_can_have_measured_are_left_out_and_counted(release, fetched, forge):
-    rows = forge(rows_of(sha256(release / checkpoint.WEIGHTS)))
-    taken, said = fetched(rows)
-    assert taken == [] and said[0].startswith(f"jakiro: {len(rows)} of its figures are not carried on")
-
-
-def test_figures_of_other_weights_are_no_figures_of_these(fetched):
-    """Other drafts of the same run, say."""
-    assert fetched(rows_of("0" * 64)) == ([], [])
-
-
-def test_a_table_that_is_too_large_is_not_read(release, monkeypatch):
-    weights = sha256(release / checkpoint.WEIGHTS)
-    write_rows(release, rows_of(weights))
-    monkeypatch.setattr(reports, "MOST_BYTES", 10)
-    monkeypatch.setattr(reports, "read_sealed_lines", None)
-    rows, note = reports.published_rows(release, ADDRESS, weights)
-    assert not rows and "it is damaged, too large, or of another version" in note
-    with pytest.raises(PipelineError, match=f"{ADDRESS}: its results.jsonl is damaged, too large"):
-        reports.rows_of_release(release, ADDRESS)
-
-
-def test_a_tau_of_prompt_lookup_may_be_larger_than_the_drafts_depth(release, fetched):
-    """It copies up to as many tokens as its tree has nodes."""
-    rows = changed(rows_of(sha256(release / checkpoint.WEIGHTS)), value=4.2)
-    taken, said = fetched(rows)
-    assert len(taken) == 2 and not said
-
-
-@pytest.mark.real
-def test_a_strangers_figures_are_shown_as_the_strangers_and_as_text(release, publish, tiny_target):
-    """None is in the Hub's index, or among the run's own."""
-    write_rows(release, rows_of(sha256(release / checkpoint.WEIGHTS), hardware="x86 (R) @ 9.99 GHz"))
-    publish()
-    evaluate(tiny_target)
-    card = (Path("runs") / ADDRESS / HEAD[:12] / "release/README.md").read_text()
-    assert card.count("2.50") == 1 and "\n| b | 0 | jakiro | depth 2, 5 nodes | 3 | 2.50 | 1.50x noise |\n" in card
-    heading = f"### Measured by {ADDRESS}, as that repository says, on x86 (R) @ 9.99 GHz, float32"
-    assert heading in card.split("## Use")[0] and "2.5" not in card.split("---")[1]
+# -- [published.NAME] --------------------------------------------------------------------------------------------------
 
 
 def test_text_of_others_is_no_markup():
@@ -426,18 +324,29 @@ def test_text_of_others_is_no_markup():
     assert markup.endswith(r" \`x\` \*x\* \\")
 
 
-def test_how_a_stranger_says_to_have_trained_is_typed(release, fetched):
+def test_how_a_stranger_says_to_have_trained_is_typed_and_no_figure_is_carried_on(
+    release, publish, tiny_target, tmp_path
+):
+    tree = recipe_tree(tiny_target, tmp_path / "data.json", tmp_path / "mine")
+    tree["draft"] = {"jakiro": tree["draft"]["jakiro"]}
+    tree["published"] = {"jakiro": f"{ADDRESS}@{HEAD}"}
+    recipe = Recipe.model_validate(tree)
     evil = {"template": "x" * 10**6}
     change_sealed(release / "config.json", lambda raw: raw.update(training=raw["training"] | evil))
+    publish()
     with pytest.raises(PipelineError, match="template is not a value that a release may have"):
-        fetched([])
+        fetch(recipe)
     more = {"template": "t", "start": {"from": "# Owned"}, "imported": {"from": "<script>"}, "parameters": "many"}
     change_sealed(release / "config.json", lambda raw: raw.update(training=raw["training"] | more))
-    fetched([])
-    recipe = Recipe.model_validate(recipe_tree(Path("x"), Path("y"), Path("mine")))
-    training = checkpoint.read_config(recipe.paths.draft("jakiro")).training
+    (release / ROWS).write_text("<script>")
+    publish()
+    shutil.rmtree(constants.HF_HUB_CACHE)
+    fetch(recipe)
+    folder = recipe.paths.draft("jakiro")
+    training = checkpoint.read_config(folder).training
     assert not {"start", "imported"} & training.keys() and isinstance(training["parameters"], int)
     assert training["trained_tokens"] == 7 and training["validation"] == {"estimated_tau": 1.5}
+    assert not (folder / ROWS).exists()
 
 
 # -- files that a release's config.json seals --------------------------------------------------------------------------

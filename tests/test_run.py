@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from huggingface_hub import set_client_factory
-from huggingface_hub.utils._http import default_client_factory
 from safetensors.torch import load_file
 
 from eval.main import main as evaluate
 from eval.measure.report import DEPTH, by_place, is_noise, usual_said
 from eval.measure.tasks import evaluation_lock, methods_of
-from eval.release import publish
+from eval.release import card as cards
 from eval.release.folder import files_in
 from eval.release.publish import build_release
 from eval.results import main as show_results
@@ -34,7 +32,7 @@ from pipeline.lm.model import Target, fingerprint
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.running.stages import eval_state, features_state, run, stages, status
 from preprocess.dump.driver import dump
-from tests.hub import Hub, reach
+from tests.hub import Hub, reached
 from tests.kit import (
     TEMPLATE,
     call,
@@ -250,9 +248,7 @@ def test_evaluation_refuses_a_missing_or_foreign_checkpoint(copied, damage, sets
 def test_push_uploads_the_release_and_only_on_demand(finished, monkeypatch, capsys):
     """What else a Hub can answer: tests/eval/test_push.py."""
     recipe, run, _ = finished
-    with Hub() as hub:
-        reach(monkeypatch, hub.url)
-        monkeypatch.setenv("HF_TOKEN", hub.token)
+    with Hub() as hub, reached(monkeypatch, hub):
         call(evaluate, str(recipe))
         for name in ("no good/name", "noowner"):
             with pytest.raises(PipelineError, match=f"--push '{name}'"):  # before anything is measured
@@ -270,7 +266,6 @@ def test_push_uploads_the_release_and_only_on_demand(finished, monkeypatch, caps
         with pytest.raises(PipelineError, match=r"the Hub refused the upload to me/draft \(401\)") as refused:
             call(evaluate, str(recipe), "--push", "me/draft")
         assert "hf_wrong" not in str(refused.value) + capsys.readouterr().out
-    set_client_factory(default_client_factory)  # which refuses what is offline, also for other tests
 
 
 @pytest.fixture
@@ -430,18 +425,8 @@ def test_a_draft_with_prompt_lookup_beside_it_is_tuned_measured_and_released(cop
     call(evaluate, str(recipe), *flags)
     table, found = capsys.readouterr().out, load_recipe(recipe, sets)
     assert all(f"| heldout   | 0 | {name} " in table for name in ("prompt-lookup", "both", "both-tuned"))
-    measured = json.loads((run / "eval/report.json").read_text())
-    assert measured["drafts"]["both-tuned"]["corpora"] == [sha256(corpus)]
-    names = [name for name in measured["drafts"] if name.startswith(("both", "jakiro"))]
-    rows = [Row("decoded", name, "speedup", 9.0 if name.startswith("both") else 1.0) for name in names]
-    assert publish.released_method(found, measured, rows) == "jakiro"  # a release does not hold the text
-    assert "prompt lookup also in a text that is not part of this release" in (run / "release/README.md").read_text()
-    for folder in (run / "release", run / "eval"):
-        for name in files_in(folder):
-            for private in (b"my folder", b"my notes"):
-                assert private not in (folder / name).read_bytes(), name
-
-    monkeypatch.setattr(publish, "released_method", lambda *_: "both-tuned")
+    found = load_recipe(recipe, sets)
+    monkeypatch.setattr(cards, "released_method", lambda *_: "both-tuned")
     build_release(found)
     assert eval_state(found)[0]
     assert_each_figure_names_its_method(run / "release")
@@ -486,3 +471,67 @@ def assert_each_figure_names_its_method(release: Path) -> None:
             "tau of jakiro (the draft alone)": measured["heldout", temperature, "jakiro"]["tau"].value,
             "tau of both-tuned (as released)": measured["heldout", temperature, "both-tuned"]["tau"].value,
         }
+
+
+def test_a_corpus_is_measured_with_and_stays_on_this_machine(copied, tmp_path, capsys, monkeypatch):
+    recipe, run = copied
+    corpus = tmp_path / "my folder" / "my notes"
+    corpus.parent.mkdir()
+    corpus.write_text("one two three " * 20)
+    both = 'eval.methods.both={draft="jakiro", secondary=["prompt-lookup"]}'
+    sets = [f"output={run}", f'draft.prompt-lookup={{kind="prompt-lookup", corpus="{corpus}"}}', both]
+    flags = [word for one in sets for word in ("--set", one)]
+    call(tune, str(recipe), *flags, "--method", "both", "--max-nodes", "6", "--depth", "2", "--prompts", "1")
+    call(evaluate, str(recipe), *flags)
+    found = load_recipe(recipe, sets)
+    measured = json.loads((run / "eval/report.json").read_text())
+    assert measured["drafts"]["both-tuned"]["corpora"] == [sha256(corpus)]
+    names = [name for name in measured["drafts"] if name.startswith(("both", "jakiro"))]
+    rows = [Row("decoded", name, "speedup", 9.0 if name.startswith("both") else 1.0) for name in names]
+    assert cards.released_method(found, measured, rows) == "jakiro"  # a release does not hold the text
+    assert "prompt lookup also in a text that is not part of this release" in (run / "release/README.md").read_text()
+    for folder in (run / "release", run / "eval"):
+        for name in files_in(folder):
+            for private in (b"my folder", b"my notes"):
+                assert private not in (folder / name).read_bytes(), name
+    monkeypatch.setattr(cards, "released_method", lambda *_: "both-tuned")
+    build_release(found)
+    assert checkpoint.read_config(run / "release").secondary["prompt-lookup"].corpus is None
+    assert eval_state(found)[0]
+    corpus.write_text("another text")
+    assert eval_state(found) == (False, "release of another corpus")
+    with pytest.raises(PipelineError, match="both was tuned for other weights or settings"):
+        methods_of(found)
+    capsys.readouterr()
+
+
+def test_a_draft_of_its_own_name_stands_alone(tiny_recipe, tmp_path):
+    """So that what it is trained, saved and shown with is the draft's own."""
+    recipe = write_recipe(tiny_recipe.model_dump(mode="json"), tmp_path / "recipe")
+    beside = 'eval.methods.jakiro={secondary=["prompt-lookup"]}'
+    with pytest.raises(PipelineError, match="jakiro: a draft of that name stands alone"):
+        load_recipe(recipe, ['draft.prompt-lookup={kind="prompt-lookup"}', beside])
+
+
+@pytest.mark.parametrize(
+    ("beside", "said"),
+    [
+        (
+            '{draft="jakiro", secondary=["eagle"]}',
+            "secondary='eagle': expected drafts of the recipe that take no forwards",
+        ),
+        ('{draft="jakiro", secondary=["prompt-lookup", "prompt-lookup"]}', "each once"),
+        ('{draft="prompt-lookup", secondary=["prompt-lookup"]}', "draft='prompt-lookup' is not trained"),
+        (
+            '{draft="jakiro", secondary=["prompt-lookup"], tree={depth=1, top_k=3, nodes=35}}',
+            "sources propose at most 34",
+        ),
+        ('{draft="jakiro", secondary=["prompt-lookup"], tree={paths="eagle-1"}}', "have no ranks for a static tree"),
+    ],
+)
+def test_what_cannot_stand_beside_a_draft_is_refused(tiny_recipe, tmp_path, beside, said):
+    with pytest.raises(PipelineError, match=said):
+        load_recipe(
+            write_recipe(tiny_recipe.model_dump(mode="json"), tmp_path / "recipe"),
+            ['draft.prompt-lookup={kind="prompt-lookup"}', f"eval.methods.both={beside}"],
+        )

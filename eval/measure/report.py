@@ -18,10 +18,13 @@ from scipy.stats import bootstrap
 
 from eval.measure.gate import DRIFT, UNLIKELY, Gate
 from eval.measure.harness import PLAIN, Record
+from eval.measure.tasks import Job
 from pipeline.artifacts.reports import Row
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.accept import Acceptance, legacy_tau
 from pipeline.decoding.generate import repeats_itself
+from pipeline.lm.chat import pieces_of
+from pipeline.recipe.sections import BenchmarkConfig
 from pipeline.running import markdown
 
 USUAL = ("tau", "speedup")
@@ -191,6 +194,31 @@ def _tokens(generation) -> int:
     return len(generation.tokens) - 1
 
 
+def samples(job: Job, records: Iterable[Record], tokenizer: Any) -> list[dict[str, Any]]:
+    """Answers of the released draft's methods to the first prompt of each public benchmark, at the lowest temperature.
+    Held-out dialogues and a user's own prompts are nobody else's business.
+    """
+    recipe, out = job.recipe, []
+    public = [name for name, benchmark in recipe.eval.benchmarks.items() if _is_public(benchmark)]
+    first = {name: next(task.prompt for task in job.tasks if task.benchmark == name) for name in public}
+    for record in records:
+        prompt, answer, method = first.get(record.benchmark), record.generation, job.methods.get(record.method)
+        if not prompt or not method or method.draft != recipe.publish.draft or not answer.depths:
+            continue
+        place = (record.question_id, record.turn, record.repeat, record.temperature)
+        if place == (prompt.question_id, 0, 0, min(recipe.eval.temperatures)):
+            pieces = zip(pieces_of(tokenizer, answer.tokens), answer.depths, strict=True)
+            what = {"benchmark": record.benchmark, "temperature": record.temperature, "method": record.method}
+            counts = {"passes": answer.acceptance.passes, "tau": answer.acceptance.tau if len(answer.tokens) > 1 else 1}
+            out.append(what | counts | {"question": prompt.turns[0], "pieces": list(map(list, pieces))})
+    return out
+
+
+def _is_public(benchmark: BenchmarkConfig) -> bool:
+    """Whether its prompts are published already."""
+    return benchmark.source.startswith(("embedded:", "benchmark:")) and benchmark.path is None
+
+
 # -- views of rows -----------------------------------------------------------------------------------------------------
 
 
@@ -244,72 +272,64 @@ def rates(found: dict[str, Row]) -> list[float]:
     return [row.value or 0.0 for figure, row in found.items() if figure.startswith(DEPTH)]
 
 
-def rates_said(found: dict[str, Row]) -> str:
-    return ", ".join(f"{rate:.2f}" for rate in rates(found))
+def cells(place: Place, figures: dict[str, Row]) -> dict[str, Any]:
+    """What tables show of one measurement, by column."""
+    lossless, counts, legacy = figures["lossless"], figures["tau"].details, figures.get("tau_legacy")
+    gate, (tau, speedup) = lossless.details, usual_said(figures)
+    identical = f"{gate['identical']} of {gate['checked']} identical"
+    near_ties = f", {gate['near_ties']} near ties" if gate["near_ties"] else ""
+    proof = (f"fit p = {gate['fit']:.2g}" if gate["drawn"] else identical) + near_ties
+    if gate["rounds"]:
+        ratio = "not finite" if gate["drift_ratio"] is None else f"{gate['drift_ratio']:.1f} of plain's"
+        proof += f", drift {ratio} in {gate['rounds']} rounds"
+    circles = f"{counts['answers_in_circles']} of {counts['answers']}"
+    if rest := figures.get("tau without circles"):
+        speed = figures["speedup without circles"]
+        circles += f"; tau {rest.value:.2f}"
+        circles += f", {speed.value:.2f}x{NOISE * is_noise(speed, rest)}" if speed.value else ""
+    times = [f"{figures[key].value:.1f}" for key in ("ms_per_token", "plain_ms_per_token") if key in figures]
+    return {
+        "benchmark": place[0],
+        "T": f"{place[1]:g}",
+        "method": place[2],
+        "prompts": counts["prompts"],
+        "tau": tau,
+        "speed-up": speedup,
+        "accepted at depth 1, 2, ...": ", ".join(f"{rate:.2f}" for rate in rates(figures)),
+        "ms/token, plain": ", ".join(times) or "withheld",
+        "tau, legacy count": f"{legacy.value:.2f}" if legacy else "-",
+        "answers in circles; without them": circles,
+        "passed": "yes" if lossless.value else "NO",
+        "lossless": ("as the gate allows" if gate["drawn"] else identical) + near_ties if lossless.value else "NO",
+        "proof": proof if lossless.value else f"NO: {proof}",
+    }
 
 
-def verdict(found: dict[str, Row]) -> str:
-    """The gate's, in a few words."""
-    gate = found["lossless"].details
-    if not found["lossless"].value:
-        return "NO"
-    same = "as the gate allows" if gate["drawn"] else f"{gate['identical']} of {gate['checked']} identical"
-    return same + (f", {gate['near_ties']} near ties" if gate["near_ties"] else "")
+def _lines(places: dict[Place, dict[str, Row]], columns: list[str]) -> list[list[Any]]:
+    shown = [cells(place, figures) for place, figures in places.items()]
+    return [[line[column] for column in columns] for line in shown]
 
 
-def table(rows: list[Row]) -> str:
-    """Markdown; one line per benchmark, temperature and method."""
-    heads = ["benchmark", "T", "method", "prompts", "tau (95%)", "speed-up (95%)", "ms/token, plain", "lossless"]
-    heads.append("tau, legacy count")
-    circles = any(row.details["answers_in_circles"] for row in rows if row.figure == "tau")
-    lines = (_line(place, found, circles) for place, found in by_place(rows).items())
-    return markdown.table([*heads, *["answers in circles; without them"] * circles], lines)
+def headline(places: dict[Place, dict[str, Row]]) -> str:
+    """Markdown: a release's figures, a line per benchmark, temperature and method."""
+    heads = ["benchmark", "T", "method", "tau", "speed-up", "accepted at depth 1, 2, ...", "lossless"]
+    return markdown.table(heads, _lines(places, heads))
 
 
 def summary(rows: list[Row]) -> str:
     """Return the table that a terminal shows: the figures of each method, without how they were proven."""
-    heads = ["benchmark", "T", "method", "tau (95%)", "speed-up (95%)", "lossless"]
-    lines = (
-        [place[0], f"{place[1]:g}", place[2], *usual_said(found), "yes" if found["lossless"].value else "NO"]
-        for place, found in by_place(rows).items()
-    )
-    return markdown.narrow_table(heads, lines)
+    columns = ["benchmark", "T", "method", "tau", "speed-up", "passed"]
+    heads = [*columns[:3], "tau (95%)", "speed-up (95%)", "lossless"]
+    return markdown.narrow_table(heads, _lines(by_place(rows), columns))
 
 
-def _line(place: Place, found: dict[str, Row], circles: bool) -> list[Any]:
-    gate, passed = found["lossless"].details, found["lossless"].value
-    proof = f"{gate['identical']} of {gate['checked']} identical"
-    if gate["drawn"]:
-        proof = f"fit p = {gate['fit']:.2g}"
-    proof += f", {gate['near_ties']} near ties" if gate["near_ties"] else ""
-    if gate["rounds"]:
-        ratio = "not finite" if gate["drift_ratio"] is None else f"{gate['drift_ratio']:.1f} of plain's"
-        proof += f", drift {ratio} in {gate['rounds']} rounds"
-    times = [f"{found[key].value:.1f}" for key in ("ms_per_token", "plain_ms_per_token") if key in found]
-    cells = [place[0], f"{place[1]:g}", place[2], found["tau"].details["prompts"], *usual_said(found)]
-    cells += [", ".join(times) or "withheld", f"{'' if passed else 'NO: '}{proof}"]
-    cells.append(f"{found['tau_legacy'].value:.2f}" if "tau_legacy" in found else "-")
-    return [*cells, *([_circles_said(found)] if circles else [])]
-
-
-def headline(found: dict[Place, dict[str, Row]]) -> str:
-    """Markdown: a release's figures, a line per benchmark, temperature and method."""
-    heads = ["benchmark", "T", "method", "tau", "speed-up", "accepted at depth 1, 2, ...", "lossless"]
-    lines = (
-        [benchmark, f"{temperature:g}", method, *usual_said(of), rates_said(of), verdict(of)]
-        for (benchmark, temperature, method), of in found.items()
-    )
-    return markdown.table(heads, lines)
-
-
-def _circles_said(found: dict[str, Row]) -> str:
-    counts, tau = found["tau"].details, found.get("tau without circles")
-    shown = f"{counts['answers_in_circles']} of {counts['answers']}"
-    if tau is None:
-        return shown
-    speed = found["speedup without circles"]
-    mark = NOISE * is_noise(speed, tau)
-    return f"{shown}; tau {tau.value:.2f}" + (f", {speed.value:.2f}x{mark}" if speed.value else "")
+def table(rows: list[Row]) -> str:
+    """Markdown; one line per benchmark, temperature and method, with how losslessness was proven."""
+    circles = any(row.details["answers_in_circles"] for row in rows if row.figure == "tau")
+    last = ["tau, legacy count", *["answers in circles; without them"] * circles]
+    columns = ["benchmark", "T", "method", "prompts", "tau", "speed-up", "ms/token, plain", "proof", *last]
+    heads = [*columns[:4], "tau (95%)", "speed-up (95%)", "ms/token, plain", "lossless", *last]
+    return markdown.table(heads, _lines(by_place(rows), columns))
 
 
 def explain() -> str:

@@ -13,37 +13,44 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256, sync, write_sealed
 
 CARD, NEW_CARD = "README.md", "README.new.md"  # the second one: this release's, beside a first one that the user edited
-STALE = (
-    f"the edited {CARD} does not hold this report's figures: the new card is {NEW_CARD}; merge the two, and remove it"
-)
 
 
 def install(built: Path, release: Path) -> list[str]:
     """Moves the files of `built` into `release`, on the same disk; returns what the user should know, a line each.
     Raises PipelineError for a folder that is no release, before anything in it is touched.
     """
+    _require_release(release)
     sync(built)
+    before, notes = read_release(release), []
+    files, pending = before["files"], before["pending"]
+    ours, listed = {*files.values(), *pending.values()}, files.keys() | pending.keys()
+
+    def is_users(name: str) -> bool:
+        """Whether there is something of this name whose content the list does not know."""
+        path = release / name
+        is_file = path.is_file() and not path.is_symlink()
+        return os.path.lexists(path) and not (is_file and sha256(path) in ours)
+
+    if is_users(CARD):
+        notes.append(f"{CARD} is your edited version and stays; this release's own is {NEW_CARD}")
+        (built / CARD).replace(built / NEW_CARD)
     fresh = {name: sha256(built / name) for name in files_in(built)}
-    folder = _Folder(release)
     release.mkdir(exist_ok=True)
-    notes = []
-    if folder.is_users(CARD):
-        notes.append(folder.keep_card(built, fresh))
-    folder.write_list(built, folder.files, folder.pending | fresh)
-    for inner in sorted({name.partition("/")[0] for name in {*fresh, *folder.files, *folder.pending} if "/" in name}):
+    _write_list(built, release, files, pending | fresh)
+    for inner in sorted({name.partition("/")[0] for name in {*fresh, *listed} if "/" in name}):
         if (release / inner).is_symlink() or (release / inner).is_file():
-            notes.append(f"{inner} is a folder of the release; yours is now {folder.move_aside(inner)}")
-    for name in sorted({*folder.files, *folder.pending} - set(fresh)):
-        if folder.is_users(name):
-            notes.append(f"{name} is no part of the release any more; your edited version stays, and belongs to you")
-        else:
+            notes.append(f"{inner} is a folder of the release; yours is now {_move_aside(release, inner)}")
+    for name in sorted(listed - fresh.keys()):
+        if not is_users(name):
             (release / name).unlink(missing_ok=True)
-    for name in sorted(files_in(built), key=lambda name: name == REPORT):  # last: by it others know of a release
-        if folder.is_users(name):
-            notes.append(f"{name} is measured or made anew; your edited version is now {folder.move_aside(name)}")
+        elif name != CARD:
+            notes.append(f"{name} is no part of the release any more; your edited version stays, and belongs to you")
+    for name in sorted(fresh, key=lambda name: name == REPORT):  # last: by it others know of a release
+        if is_users(name):
+            notes.append(f"{name} is measured or made anew; your edited version is now {_move_aside(release, name)}")
         (release / name).parent.mkdir(exist_ok=True)
         (built / name).replace(release / name)
-    folder.write_list(built, fresh, {})
+    _write_list(built, release, fresh, {})
     return notes
 
 
@@ -52,56 +59,30 @@ def files_in(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
 
 
-class _Folder:
-    """A release folder as it was found."""
+def _require_release(folder: Path) -> None:
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise PipelineError(
+            f"{folder} is a link or a file, expected a folder of this run's own: move it away and run again"
+        )
+    if folder.exists() and any(folder.iterdir()) and not (folder / RELEASE).is_file():
+        raise PipelineError(
+            f"{folder} holds {min(path.name for path in folder.iterdir())} and no {RELEASE}, so it is no release that "
+            "this version made. Nothing in it was touched: move it away and run again"
+        )
 
-    def __init__(self, release: Path):
-        if release.is_symlink() or (release.exists() and not release.is_dir()):
-            raise PipelineError(
-                f"{release} is a link or a file, expected a folder of this run's own: move it away and run again"
-            )
-        others = sorted(path.name for path in release.iterdir()) if release.exists() else []
-        if others and not (release / RELEASE).is_file():
-            raise PipelineError(
-                f"{release} holds {others[0]} and no {RELEASE}, so it is no release that this version made. Nothing "
-                "in it was touched: move it away and run again"
-            )
-        self._release = release
-        found = read_release(release)
-        self.files, self.pending = found["files"], found["pending"]
 
-    def is_users(self, name: str) -> bool:
-        """Whether there is something of this name that the list does not know, or knows otherwise."""
-        path = self._release / name
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            return True
-        return path.exists() and sha256(path) not in (self.files.get(name), self.pending.get(name))
+def _move_aside(release: Path, name: str) -> str:
+    """Gives what lies there another name, which nothing has; returns it."""
+    plain, number = Path(name), 1
+    while True:
+        other = str(plain.with_name(f"{plain.stem}.edited{f'-{number}' if number > 1 else ''}{plain.suffix}"))
+        if not os.path.lexists(release / other):
+            (release / name).rename(release / other)
+            return other
+        number += 1
 
-    def keep_card(self, built: Path, fresh: dict[str, str]) -> str:
-        """Leaves the user's card where it is; what was to be there goes beside it, unless it is what the user's is made
-        from.
-        """
-        kept = f"{CARD} is your edited version and stays"
-        if fresh[CARD] != self.files.get(CARD):
-            (built / CARD).replace(built / NEW_CARD)
-            fresh[NEW_CARD] = fresh[CARD]
-            return f"{kept}; {STALE}"
-        (built / CARD).unlink()
-        if (self._release / NEW_CARD).exists() and not self.is_users(NEW_CARD):
-            fresh[NEW_CARD] = self.files[NEW_CARD]
-        return f"{kept}; {STALE}" if (self._release / NEW_CARD).exists() else kept
 
-    def move_aside(self, name: str) -> str:
-        """Gives what lies there another name, which nothing has; returns it."""
-        plain, number = Path(name), 1
-        while True:
-            other = str(plain.with_name(f"{plain.stem}.edited{f'-{number}' if number > 1 else ''}{plain.suffix}"))
-            if not os.path.lexists(self._release / other):
-                (self._release / name).rename(self._release / other)
-                return other
-            number += 1
-
-    def write_list(self, built: Path, files: dict[str, str], pending: dict[str, str]) -> None:
-        """Written in `built`: nothing half-written is ever in the release folder."""
-        write_sealed(built / RELEASE, {"files": files, "pending": pending})
-        (built / RELEASE).replace(self._release / RELEASE)
+def _write_list(built: Path, release: Path, files: dict[str, str], pending: dict[str, str]) -> None:
+    """Written in `built`: nothing half-written is ever in the release folder."""
+    write_sealed(built / RELEASE, {"files": files, "pending": pending})
+    (built / RELEASE).replace(release / RELEASE)

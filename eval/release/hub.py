@@ -6,8 +6,10 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import httpx2
+import yaml
 from huggingface_hub import (
     CommitInfo,
     CommitOperationAdd,
@@ -18,7 +20,7 @@ from huggingface_hub import (
     is_offline_mode,
     set_client_factory,
 )
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import logging, validate_repo_id
 
@@ -26,7 +28,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.public import public_name
 
 TIMEOUT = httpx2.Timeout(60, connect=15)  # seconds without a byte; huggingface_hub's own client waits for ever
-_FAILED = (HfHubHTTPError, httpx2.HTTPError, httpx2.InvalidURL, ConnectionError, ValueError, KeyError)
+_FAILED = (HfHubHTTPError, httpx2.HTTPError, httpx2.InvalidURL, ConnectionError, ValueError, KeyError, yaml.YAMLError)
 
 
 def require_repository_name(repository: str, option: str = "--push") -> None:
@@ -44,10 +46,10 @@ class Repository:
 
     def __init__(self, name: str, kind: str, again: str):
         """`kind`: "model" or "dataset"; `again`: how its messages end."""
-        self.name, self._kind, self._again = name, kind, again
-        self._asked, self._there, self._commits = _Asked(), None, 0
-        self._card_is_valid = False  # the card: before that nothing is created
-        set_client_factory(self._asked.client)
+        if is_offline_mode():
+            raise PipelineError(f"HF_HUB_OFFLINE is set, so the Hub is not asked for {name}. {again}")
+        self.name, self._kind, self._again, self._state = name, kind, again, ""
+        set_client_factory(lambda: httpx2.Client(follow_redirects=True, timeout=TIMEOUT))
         # That one uploads through a client of its own, with its own patience and errors.
         constants.HF_HUB_DISABLE_XET = True
         logging.set_verbosity_error()  # warnings of each try name addresses that are signed
@@ -57,143 +59,72 @@ class Repository:
         """Makes it, unless it is there: then it is left as private or public as it is. Who sees it, in words. A `card`
         that the Hub refuses is refused before.
         """
-        with self._told():
+        self._state = "Nothing was uploaded. "
+        with self._asking("the upload to"):
             ModelCard(card).validate(self._kind)
-            self._card_is_valid = True
-            self._there = str(self._api.create_repo(self.name, repo_type=self._kind, private=private, exist_ok=True))
+            url = self._api.create_repo(self.name, repo_type=self._kind, private=private, exist_ok=True)
+            self._state = f"The repository {url} is there, and each commit arrives as a whole or not at all. "
             hidden = self._api.repo_info(self.name, repo_type=self._kind).private
         if hidden is None:  # the Hub did not say
             return ""
-        said = f" (a {'private' if hidden else 'public'} repository"
-        return said + (")" if hidden == private else "; it was so before, and --push changes no existing repository)")
+        seen = f" (a {'private' if hidden else 'public'} repository"
+        return seen + (")" if hidden == private else "; it was so before, and --push changes no existing repository)")
 
     def commit_of(self, revision: str | None = None) -> str:
         """The commit of a branch or tag; default: the last one."""
-        with self._told(reading=True):
+        with self._asking("the reading of"):
             return str(self._api.repo_info(self.name, repo_type=self._kind, revision=revision).sha)
-
-    def open_pull_request(self, title: str) -> str | None:
-        """The address of one with this title."""
-        with self._told(reading=True):
-            found = self._api.get_repo_discussions(
-                self.name, repo_type=self._kind, discussion_type="pull_request", discussion_status="open"
-            )
-            return next((one.url for one in found if one.title == title), None)
 
     def files(self) -> dict[str, RepoFile]:
         """By path."""
-        with self._told(reading=True):
+        with self._asking("the reading of"):
             tree = self._api.list_repo_tree(self.name, repo_type=self._kind, recursive=True)
-            return {found.path: found for found in tree if isinstance(found, RepoFile)}
+            return {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
 
-    def read(self, path: str, folder: Path) -> bytes:
-        """Return the content of a file of the last commit, which is brought to `folder`."""
-        with self._told(reading=True):
-            return Path(self._api.hf_hub_download(self.name, path, repo_type=self._kind, local_dir=folder)).read_bytes()
+    def read(self, path: str) -> str:
+        """Return the text of a file of the last commit."""
+        with self._asking("the reading of"), TemporaryDirectory() as folder:
+            file = self._api.hf_hub_download(self.name, path, repo_type=self._kind, local_dir=folder)
+            return Path(file).read_text(encoding="utf-8", errors="replace")
 
-    def commit(
-        self, message: str, files: dict[str, Path | bytes], gone: Iterable[str] = (), proposed_to: str | None = None
-    ) -> CommitInfo:
-        """One commit that brings these files, by path there, and removes others: it arrives as a whole or not at all.
-        Contents are read from disk as they are sent; those that the Hub has are not sent. `proposed_to`: the commit
-        that it changes, in a pull request.
+    def commit(self, message: str, files: dict[str, Path | bytes], gone: Iterable[str] = ()) -> CommitInfo:
+        """One commit that brings these files, by path there, and removes others. Contents are read from disk as they
+        are sent; those that the Hub has are not sent.
         """
-        with self._told():
-            changes: list = [
-                CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in files.items()
-            ]
-            changes += [CommitOperationDelete(path_in_repo=name) for name in gone]
-            found = self._api.create_commit(
-                self.name,
-                changes,
-                commit_message=message,
-                repo_type=self._kind,
-                create_pr=proposed_to is not None,
-                parent_commit=proposed_to,
-            )
-        self._commits += 1
-        return found
+        with self._asking("the upload to"):
+            changes: list = [CommitOperationAdd(path, file) for path, file in files.items()]
+            changes += [CommitOperationDelete(path_in_repo=path) for path in gone]
+            return self._api.create_commit(self.name, changes, commit_message=message, repo_type=self._kind)
 
     @contextmanager
-    def _told(self, reading: bool = False) -> Iterator[None]:
+    def _asking(self, what: str) -> Iterator[None]:
         try:
             yield
         except (*_FAILED, RuntimeError) as caught:  # huggingface_hub hides a file's failed upload in a RuntimeError
             error = caught if isinstance(caught, _FAILED) else caught.__cause__
             if not isinstance(error, _FAILED):
                 raise
-            asked = f"{'the reading of' if reading else 'the upload to'} {self.name}"
-            why = _why(error, asked, public_name(self._api.endpoint), self._asked.last)
-            raise PipelineError(
-                " ".join([f"{why}.", "" if reading else self._state(error), self._again]).strip()
-            ) from None
-
-    def _state(self, error: Exception) -> str:
-        """What the Hub holds now."""
-        if self._commits:
-            return (
-                f"The repository {self._there or self.name} holds what was committed before, and that is not sent "
-                "again; the rest arrives as a whole or not at all."
-            )
-        if self._there is not None:
-            return (
-                f"The repository {self._there} is there; the upload into it did not end, and arrives as a whole or not "
-                "at all."
-            )
-        refused = not self._card_is_valid or (isinstance(error, HfHubHTTPError) and error.response.status_code < 500)
-        return (
-            "Nothing was created."
-            if refused
-            else "Nothing was uploaded; whether the repository was created is not known."
-        )
+            why = _why(error, f"{what} {self.name}", public_name(self._api.endpoint))
+            raise PipelineError(f"{why}. {self._state}{self._again}") from None
 
 
-class _Asked:
-    """What huggingface_hub asks through."""
-
-    def __init__(self) -> None:
-        self.last: httpx2.Response | None = None
-
-    def client(self) -> httpx2.Client:
-        hooks = {"request": [self._refuse_offline], "response": [self._remember]}
-        return httpx2.Client(event_hooks=hooks, follow_redirects=True, timeout=TIMEOUT)
-
-    def _refuse_offline(self, _: httpx2.Request) -> None:
-        if is_offline_mode():
-            raise OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
-
-    def _remember(self, response: httpx2.Response) -> None:
-        self.last = response
-
-
-def _why(error: Exception, asked: str, endpoint: str, last: httpx2.Response | None) -> str:
+def _why(error: Exception, asked: str, endpoint: str) -> str:
     """What went wrong, and whose fault it is. `asked`: what it was that failed."""
-    answer = error.response if isinstance(error, HfHubHTTPError) else last
-    status = answer.status_code if answer is not None else None
-    if isinstance(error, HfHubHTTPError | ValueError | KeyError) and status is not None and status >= 500:
-        return f"the Hub at {endpoint} failed ({status}): that is its own fault, not your token's; try again later"
     if isinstance(error, HfHubHTTPError):
-        refused = f"the Hub refused {asked} ({status})"
+        status = error.response.status_code
+        if status >= 500:
+            return f"the Hub at {endpoint} failed ({status}): that is its own fault, not your token's; try again later"
+        reason = " ".join(str(error.server_message or "without a reason").split())
         if status in (401, 403):
-            return f"{refused}: check that HF_TOKEN is valid and may do that"
+            reason = "check that HF_TOKEN is valid and may do that"
         if status == 404:
-            return (
-                f"{refused}: it knows no such owner or repository, or does not show it to this token: check the "
-                "name and HF_TOKEN"
-            )
-        return f"{refused}: {' '.join(str(error.server_message or 'without a reason').split())}"
+            reason = "it knows no such owner or repository, or does not show it: check the name and HF_TOKEN"
+        return f"the Hub refused {asked} ({status}): {reason}"
     if isinstance(error, httpx2.TimeoutException):
-        return (
-            f"the Hub at {endpoint} did not answer in time ({TIMEOUT.connect:g} s to connect, {TIMEOUT.read:g} s "
-            "for an answer)"
-        )
+        patience = f"{TIMEOUT.connect:g} s to connect, {TIMEOUT.read:g} s for an answer"
+        return f"the Hub at {endpoint} did not answer in time ({patience})"
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | KeyError):
-        kind = answer.headers.get("content-type", "nothing") if answer is not None else "nothing"
-        return (
-            f"{endpoint} answered {status} with {kind}, which is no answer of a Hub: check HF_ENDPOINT, and any "
-            "proxy on the way"
-        )
-    if isinstance(error, ValueError):
+        return f"{endpoint} gave no answer of a Hub: check HF_ENDPOINT, and any proxy on the way"
+    if isinstance(error, ValueError | yaml.YAMLError):
         return f"{asked} was refused: {' '.join(str(error).split())}"
-    reason = f": {error}" if isinstance(error, OfflineModeIsEnabled) else ""
-    return f"the Hub cannot be reached at {endpoint} ({type(error).__name__}{reason})"
+    return f"the Hub cannot be reached at {endpoint} ({type(error).__name__})"

@@ -1,4 +1,6 @@
-"""The release folder: one draft's checkpoint, what was measured of exactly these weights, a card."""
+"""The release folder: one draft's checkpoint, what was measured of exactly these weights, a card; and its upload, which
+the same command completes where it was broken off.
+"""
 
 import json
 import shutil
@@ -6,21 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from eval.measure import report
-from eval.release.card import card, identity
-from eval.release.folder import CARD, install
-from eval.release.page import PAGE, page
+from eval.release.card import card, facts_of, page
+from eval.release.features import features_on_hub
+from eval.release.folder import CARD, NEW_CARD, files_in, install
+from eval.release.hub import Repository
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE
 from pipeline.artifacts.reports import (
+    RELEASE,
     REPORT,
     Row,
-    alone,
-    faster_drafts,
     measured_rows,
     method_of,
+    read_release,
     read_report,
     read_rows,
-    released_method,
     write_rows,
 )
 from pipeline.basics.errors import PipelineError
@@ -48,12 +50,10 @@ def build_release(recipe: Recipe) -> tuple[Path, list[str]]:
     rows = measured_rows(recipe.paths.eval, measured)
     if not report.lossless(rows):
         raise PipelineError("the losslessness gate failed in this run (see the report): there is nothing to release")
-    chosen = released_method(recipe, measured, rows)
-    method = method_of(measured["drafts"][chosen])
-    who = identity(recipe, saved, measured, chosen, alone(recipe, measured, rows))
-    who["faster"] = faster_drafts(recipe, measured, rows)
+    facts = facts_of(recipe, saved, measured, rows)
+    method = method_of(measured["drafts"][facts["method"]])
     release, building = recipe.paths.release, recipe.paths.release.with_name(".release.tmp")
-    elsewhere = earlier([release, source], weights, rows)
+    elsewhere = earlier(release, weights, rows)
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
     secondary = {source: recipe.draft[source].public() for source in method.secondary}
@@ -66,31 +66,42 @@ def build_release(recipe: Recipe) -> tuple[Path, list[str]]:
     # whose prompts they are of is nobody else's business
     write_rows(building, [replace(row, counts={}, answers={}) for row in [*rows, *elsewhere]])
     drawn = _copied_plots(recipe.paths.eval, measured["plots"], building)
-    write_text(building / CARD, card(recipe, saved, measured, who, rows, elsewhere, drawn, tried(building)))
-    write_text(building / PAGE, page(measured, rows, who, drawn))
+    more = {"plots": drawn, "features": features_on_hub(recipe), "engines": tried(building)}
+    write_text(building / CARD, card(facts, rows, elsewhere, **more))
+    write_text(building / "report.html", page(facts, rows, drawn))
     notes = install(building, release)
     shutil.rmtree(building)
-    return release, [*notes, who["faster"]] if who["faster"] else notes
+    return release, [*notes, *filter(None, [facts["faster"]])]
 
 
-def earlier(folders: list[Path], weights: str, now: list[Row]) -> list[Row]:
-    """The rows of these weights in earlier releases that `now` does not replace: a release adds figures and loses none.
-    `folders`: where such releases are, the newest first. Of two measurements of the same benchmark, temperature,
-    method, machine, settings and tree the newer one stays. Raises PipelineError for figures that are damaged, or of
-    another version.
+def push(release: Path, repository: str, private: bool) -> list[str]:
+    """Uploads what the release lists, and its card; returns lines for the user: where it is, who sees it, what stayed
+    behind. A repository that exists is left as private or public as it is. Raises PipelineError.
     """
-    known, kept = set(map(measurement, now)), []
-    for folder in folders:
-        found = [row for row in read_rows(folder) if row.origin.get("weights_sha256") == weights]
-        kept += [row for row in found if measurement(row) not in known]
-        known |= set(map(measurement, found))
-    return kept
+    names = sorted({CARD, *read_release(release)["files"]} - {NEW_CARD})
+    message = f"Release {read_report(release / REPORT)['name']}"
+    again = f"The release stays in {release}: run the same command again, it measures nothing twice"
+    there = Repository(repository, "model", again)
+    seen = there.create(private, (release / CARD).read_text(encoding="utf-8"))
+    lines = [f"uploaded: {there.commit(message, {name: release / name for name in names}).commit_url}{seen}"]
+    staying = sorted(set(files_in(release)) - {*names, RELEASE})
+    more = ", ..." if len(staying) > 10 else ""
+    return lines + ([f"not uploaded: {', '.join(staying[:10])}{more}"] if staying else [])
 
 
-def measurement(row: Row) -> str:
-    """What two rows share that are figures of one measurement, or of one and its repetition."""
-    where = [row.origin.get(key) for key in ("hardware", "settings", "tree")]
-    return json.dumps([row.instrument, row.benchmark, row.temperature, row.method, where], sort_keys=True)
+def earlier(release: Path, weights: str, now: list[Row]) -> list[Row]:
+    """The rows of these weights in an earlier release that `now` does not replace: a release adds figures and loses
+    none. Of two measurements of the same benchmark, temperature, method, machine, settings and tree the newer one
+    stays. Raises PipelineError for figures that are damaged, or of another version.
+    """
+
+    def measurement(row: Row) -> str:
+        where = [row.origin.get(key) for key in ("hardware", "settings", "tree")]
+        return json.dumps([row.instrument, row.benchmark, row.temperature, row.method, where], sort_keys=True)
+
+    replaced = set(map(measurement, now))
+    kept = [row for row in read_rows(release) if row.origin.get("weights_sha256") == weights]
+    return [row for row in kept if measurement(row) not in replaced]
 
 
 def _copied_plots(source: Path, plots: dict[str, str], folder: Path) -> list[Path]:

@@ -14,7 +14,6 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.foreign import raw_config
 from pipeline.artifacts.imported import import_draft
-from pipeline.artifacts.reports import ROWS, published_rows, write_rows
 from pipeline.artifacts.unpickle import WEIGHTS, shards
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import exclusive
@@ -34,14 +33,9 @@ def fetch(recipe: Recipe, say: Callable[[str], None] = print) -> None:
             repository, _, revision = recipe.published[name].partition("@")
             folder = download(repository, revision)
             facts = {"repository": repository, "revision": revision}
-            note = ""
-            if is_ours(folder):
-                note = adopt(folder, recipe, name, facts)
-            else:
-                import_draft(folder, recipe, name, facts)
+            take = adopt if is_ours(folder) else import_draft
+            take(folder, recipe, name, facts)
             say(f"{name}: fetched from {repository}, revision {revision}")
-            if note:
-                say(f"{name}: {note}")
 
 
 def is_ours(folder: Path) -> bool:
@@ -49,11 +43,9 @@ def is_ours(folder: Path) -> bool:
     return "format_version" in raw_config(folder)
 
 
-def adopt(source: Path, recipe: Recipe, name: str, published: dict[str, str]) -> str:
-    """Makes a release of ours the recipe's draft `name`: the same weights, what its training was, what it measured, as
-    its repository's. Returns what the user should know of its figures.
-
-    Raises PipelineError where it is of another target or has other settings.
+def adopt(source: Path, recipe: Recipe, name: str, published: dict[str, str]) -> None:
+    """Makes a release of ours the recipe's draft `name`: the same weights, and what its training was. Raises
+    PipelineError where it is of another target or has other settings.
     """
     saved, folder, mine = checkpoint.read_config(source), recipe.paths.draft(name), recipe.draft[name].to_json()
     theirs = saved.config.to_json()
@@ -66,16 +58,13 @@ def adopt(source: Path, recipe: Recipe, name: str, published: dict[str, str]) ->
     draft.bind(embed_head)
     facts = parse_untrusted(Trained, saved.training, source / checkpoint.CONFIG, "It cannot be used").facts()
     training: dict[str, Any] = facts | {"parameters": parameter_count(draft), "published": published}
-    rows, note = published_rows(source, published["repository"], saved.weights_sha256)
     with exclusive(folder, "import"):
-        write_rows(folder, rows)
         checkpoint.save(folder, draft, draft.state_dict(), recipe, name, training)
-    return note
 
 
 def download(repository: str, revision: str) -> Path:
     """A folder of the cache. Raises PipelineError where the Hub does not give it."""
-    found = fetched(repository, revision, ["*.json", ROWS, *WEIGHTS])
+    found = fetched(repository, revision, ["*.json", *WEIGHTS])
     if any((found / name).is_file() for name in WEIGHTS) or not (names := shards(found)):
         return found
     return fetched(repository, revision, names)

@@ -26,11 +26,8 @@ from pipeline.recipe.checks import TUNED
 from pipeline.recipe.differences import release_keys
 from pipeline.recipe.identity import digest, run_hash
 from pipeline.recipe.recipe import Recipe
-from pipeline.recipe.untrusted import PublishedRow
 
 REPORT, RELEASE, ROWS, TABLE = "report.json", "release.json", "results.jsonl", "table.md"
-FASTEST = 2  # times its tau, a draft's speed-up at most: a pass with it is hardly faster than one without
-MOST_BYTES = 1 << 24  # of somebody else's table of results
 _AGAIN = "Restore it, or remove it and run jakiro eval RECIPE again: prompts that are decoded are kept"
 _TUNE = "Remove it, and run jakiro tune RECIPE again"
 _MOVE = "Move the folder away and run jakiro eval RECIPE again"
@@ -104,18 +101,6 @@ def write_rows(folder: Path, rows: list[Row]) -> None:
     write_text(folder / ROWS, sealed_lines(map(asdict, rows)))
 
 
-def rows_of_release(folder: Path, repository: str) -> list[Row]:
-    """All rows of somebody else's release, to be put back there. Raises PipelineError."""
-    try:
-        _small_table(folder)
-        return read_rows(folder)
-    except PipelineError:
-        raise PipelineError(
-            f"{repository}: its {ROWS} is damaged, too large, or of another version, and a pull request would replace "
-            "it: tell its owner"
-        ) from None
-
-
 def read_rows(folder: Path) -> list[Row]:
     """Empty where nothing was measured. Raises PipelineError for a damaged table, or one of another version."""
     again = (
@@ -133,59 +118,6 @@ def read_rows(folder: Path) -> list[Row]:
                 f"version. {again}"
             ) from None
     return rows
-
-
-IMPOSSIBLE = "they are of another version, or nothing that a draft can have"
-
-
-def published_rows(folder: Path, repository: str, weights: str) -> tuple[list[Row], str]:
-    """The figures in somebody else's release of these weights, marked as its repository's; and what is to be said of
-    those that are not taken: they are damaged, of another form, or impossible.
-    """
-    try:
-        values = _small_table(folder)
-    except PipelineError:
-        return [], f"its {ROWS} is not carried on: it is damaged, too large, or of another version"
-    by_measurement: dict[str, dict[str, Row]] = {}
-    values = [value for value in values if _weights_of(value) == weights]
-    for value in values:
-        try:
-            row = PublishedRow.model_validate_json(json.dumps(value))
-            if row.figure == "tau" and row.prompts is None:
-                continue
-            origin = row.origin.facts() | {"by": repository}
-        except ValueError:
-            continue
-        where = [row.benchmark, row.temperature, row.method, origin]
-        facts = row.model_dump(exclude={"origin"})
-        by_measurement.setdefault(digest(where), {})[row.figure] = Row(**facts, origin=origin)
-    rows = [row for group in by_measurement.values() if _is_possible(group) for row in group.values()]
-    left_out = len(values) - len(rows)
-    return rows, f"{left_out} of its figures are not carried on: {IMPOSSIBLE}" if left_out else ""
-
-
-def _small_table(folder: Path) -> list[dict[str, Any]]:
-    """The lines of somebody else's table. Raises PipelineError for one that is damaged, or too large to be one."""
-    path = folder / ROWS
-    if path.is_file() and path.stat().st_size > MOST_BYTES:
-        raise PipelineError(f"{path} has more than {MOST_BYTES} bytes")
-    return read_sealed_lines(path, "")
-
-
-def _weights_of(row: dict[str, Any]) -> Any:
-    origin = row.get("origin")
-    return origin.get("weights_sha256") if isinstance(origin, dict) else None
-
-
-def _is_possible(group: dict[str, Row]) -> bool:
-    """Whether the figures of one measurement say what a table shows, and a tau that its tree can have."""
-    tau, speed = group.get("tau"), group.get("speedup")
-    if tau is None or tau.value is None or speed is None:
-        return False
-    for value, interval in ((tau.value, tau.interval), (speed.value, speed.interval)):
-        if value is not None and interval and not interval[0] <= value <= interval[1]:
-            return False
-    return 1 <= tau.value <= tau.origin["tree"]["nodes"] and (speed.value or 0) <= FASTEST * tau.value
 
 
 def digest_of(rows: list[Row]) -> str:

@@ -16,7 +16,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from pipeline.basics import embedded
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.parse import from_json
 from pipeline.basics.section import Dtype, Scalar
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
@@ -199,52 +198,6 @@ class Trained(Untrusted):
 
     def facts(self) -> dict[str, Any]:
         return self.model_dump(exclude_none=True)
-
-
-class PublishedSettings(Untrusted):
-    """As eval/main.py's `settings_of` has them."""
-
-    dtype: Dtype
-    packed: bool
-    compiled: bool
-    top_k: Size | None
-    top_p: Annotated[float, Field(gt=0, le=1)]
-    max_new_tokens: Annotated[int, Field(ge=1, le=1 << 20)]
-    workers: Annotated[int, Field(ge=1, le=4096)]
-
-
-class PublishedOrigin(Untrusted):
-    hardware: Annotated[str, Field(pattern=r"^[A-Za-z0-9 .,_()+/@-]{1,1000}$"), _without(r"(?i)www\.|\S@\S", "a link")]
-    code_revision: Annotated[str, Field(pattern=r"^([0-9a-f]{7,40}([+]changes)?|unknown)$")]
-    settings: PublishedSettings
-    tree: dict[str, Any]
-    weights_sha256: Sha256
-
-    def facts(self) -> dict[str, Any]:
-        """Raises ValueError for a tree that is none."""
-        tree = from_json(TreeConfig, self.tree)
-        require_method_in_bounds(Method(tree=tree))
-        return self.model_dump() | {"tree": tree.to_json()}
-
-
-class PublishedRow(Untrusted):
-    """A figure that somebody else's evaluation gave."""
-
-    instrument: Literal["decoded"]
-    method: Word
-    figure: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_/ -]{0,60}$")]
-    value: Annotated[int | float, Field(ge=0, le=1e9)] | None
-    benchmark: Word
-    temperature: Annotated[int | float, Field(ge=0, le=10)]
-    interval: Annotated[list[Annotated[int | float, Field(ge=0, le=1e9)]], Field(min_length=2, max_length=2)] | None
-    details: Annotated[dict[Word, Annotated[int | float, Field(ge=-1e12, le=1e12)] | bool | None], Field(max_length=32)]
-    origin: PublishedOrigin
-
-    @property
-    def prompts(self) -> int | None:
-        """Of how many the figure is, where it says so."""
-        count = self.details.get("prompts")
-        return count if type(count) is int and count > 0 else None
 
 
 Part = TypeVar("Part", bound=Untrusted)

@@ -1,8 +1,6 @@
 """Published drafts are fetched by repository and commit and measured beside ours; figures of other machines stay."""
 
-import hashlib
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from eval import main as evaluation
 from eval.published import recipe_of
-from eval.release.card import by_origin, index_of
-from eval.release.publish import earlier, released_method
+from eval.release.card import index_of, released_method
+from eval.release.publish import earlier
 from pipeline.artifacts import checkpoint, provenance
 from pipeline.artifacts.published import fetch
 from pipeline.artifacts.reports import Row, read_rows, write_rows
@@ -71,7 +69,7 @@ def test_the_hubs_index_holds_no_speed_up_that_is_noise():
     tau = Row("decoded", "jakiro", "tau", 1.12, interval=[1.0, 1.3], details={"prompts": 9}, **where)
     for value, bounds, listed in ((1.36, [0.69, 2.38], {"tau"}), (1.1, [1.05, 1.2], {"tau", "speed-up"})):
         found = {"tau": tau, "speedup": Row("decoded", "jakiro", "speedup", value, interval=bounds, **where)}
-        results = index_of(("b", 0.0, "jakiro"), found, {"alone": "jakiro"})
+        results = index_of(("b", 0.0, "jakiro"), found, "jakiro")
         assert {result.metric_type for result in results} == listed
         assert {result.metric_value for result in results} <= {1.12, 1.1}
 
@@ -121,14 +119,6 @@ def test_a_release_of_ours_is_fetched_once_with_its_weights_and_its_facts(tree, 
     assert saved.training["trained_tokens"] == 7 and "imported" not in saved.training
     with pytest.raises(PipelineError, match="trained with other settings"):  # of another commit
         checkpoint.require_trained_under(published(tree, revision="b" * 40), "jakiro")
-
-
-def test_figures_of_another_version_are_told_of_and_the_weights_are_fetched(tree, release, hub):
-    (release / "results.jsonl").write_text('{"figure": "tau"}\n' * 3)
-    hub(release, "me/draft")
-    said: list[str] = []
-    fetch(published(tree), said.append)
-    assert said[1] == "jakiro: its results.jsonl is not carried on: it is damaged, too large, or of another version"
 
 
 def test_a_draft_of_others_is_imported(tree, release, hub, tmp_path):
@@ -200,69 +190,39 @@ def test_what_names_no_commit_of_a_draft_is_refused(tree, name, address, said):
         Recipe.model_validate(tree | {"published": {name: address}})
 
 
-def test_it_is_measured_and_the_figures_of_other_machines_stay(tree, release, hub, tmp_path):
-    """Measured here, released; published again by somebody with another machine; measured here once more."""
+def test_it_is_measured_and_what_another_machine_measured_of_the_same_weights_stays(tree, release, hub, tmp_path):
+    """Each release adds figures; building one again adds nothing."""
     hub(release, "me/draft")
     tree["published"] = {"jakiro": f"me/draft@{HEAD}"}
-    path = write_recipe(tree, tmp_path / "recipe.toml")
+    path, folder = write_recipe(tree, tmp_path / "recipe.toml"), tmp_path / "run/release"
     call(evaluation.main, str(path))
-    first = tmp_path / "run/release"
-    card = (first / "README.md").read_text()
+    card = (folder / "README.md").read_text()
     assert f"**Weights of:** `me/draft`, revision `{HEAD}`" in card and "Also measured on" not in card
     assert "Each input sees the last 5 inputs of its text" in card and "tau by context length was not measured" in card
-
-    theirs = tmp_path / "theirs-release"
-    shutil.copytree(first, theirs)
-    write_rows(theirs, [replace(row, origin=row.origin | {"hardware": "a large GPU"}) for row in read_rows(first)])
-    hub(theirs, "me/again")
-    tree |= {"published": {"jakiro": f"me/again@{HEAD}"}, "output": str(tmp_path / "run2")}
-    path = write_recipe(tree, tmp_path / "again.toml")
-    for _ in range(2):  # building it again adds nothing
+    write_rows(folder, [replace(row, origin=row.origin | {"hardware": "a large GPU"}) for row in read_rows(folder)])
+    for _ in range(2):
         call(evaluation.main, str(path))
-        card = (tmp_path / "run2/release/README.md").read_text()
-        assert card.count("### Measured by me/again, as that repository says, on a large GPU, float32") == 1
-    released = read_rows(tmp_path / "run2/release")
-    kept = [row for row in released if row.origin["hardware"] == "a large GPU"]
-    saved = checkpoint.require_trained_under(load_recipe(str(path), []), "jakiro")
-    assert {row.origin["weights_sha256"] for row in released} == {saved.weights_sha256}
-    assert len(kept) == len(released) / 2 and not any(row.counts or row.answers for row in released)
-    assert {row.origin["by"] for row in kept} == {"me/again"}
-    row = next(line for line in card.split("### Measured by")[1].splitlines() if line.startswith("| b | 0 |"))
-    assert row.startswith("| b | 0 | jakiro | depth 3, 7 nodes | 2 | 1.")
+        card = (folder / "README.md").read_text()
+        assert card.count("### Also measured on a large GPU, float32\n") == 1
+    rows = read_rows(folder)
+    assert len([row for row in rows if row.origin["hardware"] == "a large GPU"]) == len(rows) / 2
+    assert {row.origin["weights_sha256"] for row in rows} == {sha256(folder / checkpoint.WEIGHTS)}
+    assert not any(row.counts or row.answers for row in rows)
+    (line,) = [line for line in card.split("### Also measured")[1].splitlines() if line.startswith("| b | 0 |")]
+    assert line.startswith("| b | 0 | jakiro | depth 3, 7 nodes | 2 | 1.")
 
 
-def released(folder: Path, hardware: str, tau: float, benchmark: str = "b", weights: str = "w", **settings) -> Path:
-    """The figures of a release, of each folder by other code."""
-    folder.mkdir()
-    settings = {"dtype": "float32", "max_new_tokens": 9, "packed": False, "compiled": False, "workers": 1} | settings
-    settings |= {"top_k": None, "top_p": 1.0}
-    code = hashlib.sha256(folder.name.encode()).hexdigest()[:12]
-    origin = {"hardware": hardware, "code_revision": code, "settings": settings}
-    origin |= {"tree": TreeConfig(depth=1, top_k=1, nodes=2).to_json()}
-    rows = []
-    for method, of in (("mine", weights), ("other", "other")):
-        what = {"origin": origin | {"weights_sha256": of}}
-        rows.append(Row("decoded", method, "tau", tau, benchmark, 0.0, details={"prompts": 3}, **what))
-        rows.append(Row("decoded", method, "speedup", None, benchmark, 0.0, **what))
-    write_rows(folder, rows)
-    return folder
+def row_of(hardware: str, tau: float, benchmark: str = "b", weights: str = "w", **settings) -> Row:
+    origin = {"hardware": hardware, "settings": {"dtype": "float32"} | settings, "weights_sha256": weights}
+    return Row("decoded", "jakiro", "tau", tau, benchmark, 0.0, origin=origin)
 
 
 def test_only_the_same_measurement_is_replaced(tmp_path):
-    """Of the same machine, settings, benchmark and tree; whatever the code."""
-    new, old = released(tmp_path / "new", "A", 2.0), released(tmp_path / "old", "A", 1.0)
-    other, half = released(tmp_path / "other", "A", 1.4, "c"), released(tmp_path / "half", "A", 1.3, dtype="bfloat16")
-    here, foreign = released(tmp_path / "here", "B", 1.5), released(tmp_path / "foreign", "C", 1.2, weights="x")
-    now = read_rows(here)
-    found = earlier([new, old, other, half, here, foreign, tmp_path / "nothing"], "w", now)
-    assert [row.value for row in found if row.figure == "tau"] == [2.0, 1.4, 1.3]
-    rows = [[line for line in one.splitlines() if " mine " in line] for one in by_origin(found)]
-    assert rows == [
-        [f"| {benchmark} | 0 | mine | depth 1, 2 nodes | 3 | {tau} | withheld |"]
-        for benchmark, tau in (("b", "2.00"), ("c", "1.40"), ("b", "1.30"))
-    ]
-    write_rows(new, [*read_rows(new), *found[2:]])
-    assert earlier([new], "w", now) == found
+    """Of the same machine, settings and benchmark; and of the same weights."""
+    other = [row_of("A", 1.4, "c"), row_of("A", 1.3, dtype="bfloat16"), row_of("B", 1.5)]
+    write_rows(tmp_path, [row_of("A", 1.0), *other, row_of("C", 1.2, weights="x")])
+    assert earlier(tmp_path, "w", [row_of("A", 2.0)]) == other
+    assert earlier(tmp_path / "nothing", "w", [row_of("A", 2.0)]) == []
 
 
 def test_the_released_method_is_the_fastest_at_the_benchmarks_own_lengths(tiny_recipe):
@@ -308,48 +268,19 @@ def measure(tiny_target, *arguments: str) -> None:
 
 
 @pytest.mark.real
-def test_a_release_is_measured_by_its_address_and_its_owner_is_offered_the_figures(
-    tiny_target, release, there, tmp_path, capsys
-):
-    """Its makers' figures stay, and so does the rest of the card."""
-    card = "# A draft\n\n## Measured\n\n2.5 on a large GPU\n\n## Use\n\nAs you like.\n"
-    (release / "README.md").write_text(card)
-    released(tmp_path / "before", "a large GPU", 1.5, weights=sha256(release / checkpoint.WEIGHTS))
-    shutil.copyfile(tmp_path / "before/results.jsonl", release / "results.jsonl")
+def test_a_release_is_measured_by_its_address(tiny_target, release, there, capsys):
     there.files = {path.name: path.read_bytes() for path in release.iterdir()}
-    measure(tiny_target, "me/draft", "--pull-request")
-    said = capsys.readouterr().out
-    assert f"me/draft, revision {HEAD}: measured as runs/me/draft/{HEAD[:12]}/recipe.json says" in said
-    assert "not measured, for their prompts are its makers': b\nmeasured instead: humaneval" in said
-    assert f"pull request: {there.url}/me/draft/discussions/1" in said
-    (commit,) = there.commits
-    assert (
-        commit["pull_request"]
-        and commit["parent"] == HEAD
-        and sorted(commit["changes"]) == ["README.md", "results.jsonl"]
-    )
-    (tmp_path / "results.jsonl").write_bytes(there.files["results.jsonl"])
-    rows = [row for row in read_rows(tmp_path) if row.figure == "tau"]
+    measure(tiny_target, "me/draft")
+    shown, run = capsys.readouterr().out, Path(f"runs/me/draft/{HEAD[:12]}")
+    assert f"me/draft, revision {HEAD}: measured as {run}/recipe.json says" in shown
+    assert "not measured, for their prompts are its makers': b\nmeasured instead: humaneval" in shown
+    rows = [row for row in read_rows(run / "release") if row.figure == "tau"]
     assert {(row.origin["hardware"], row.benchmark, row.method) for row in rows} == {
-        ("a large GPU", "b", "mine"),
-        ("a large GPU", "b", "other"),
-        (provenance.hardware("cpu"), "humaneval", "jakiro"),
+        (provenance.hardware("cpu"), "humaneval", "jakiro")
     }
-    first, new, rest = re.split(r"(?s)(### Also measured on .*?tokens\.\n)", there.files["README.md"].decode())
-    assert (
-        first.endswith("a large GPU\n\n") and rest.strip().startswith("## Use") and "| humaneval | 0 | jakiro |" in new
-    )
-    assert card.startswith(first) and card.endswith(rest.strip() + "\n")
-    shutil.rmtree(tmp_path / "hub")  # what is cached of it
-    measure(tiny_target, "me/draft", "--pull-request")
-    assert "me/draft has these figures already" in capsys.readouterr().out  # it was merged
-    there.files["README.md"] = card.encode()
-    shutil.rmtree(tmp_path / "hub")
-    measure(tiny_target, "me/draft", "--pull-request")
-    assert "a pull request is open: " in capsys.readouterr().out and len(there.commits) == 1
 
 
-def test_what_is_no_release_of_ours_and_no_recipe_is_told(tiny_target, release, there, tmp_path):
+def test_what_is_no_release_of_ours_and_no_recipe_is_told(tiny_target, there):
     there.files = {"config.json": b'{"architectures": ["TheirDraft"]}'}
     with pytest.raises(PipelineError, match="me/draft is no release of this project: name its kind and settings in"):
         measure(tiny_target, "me/draft")
@@ -358,8 +289,6 @@ def test_what_is_no_release_of_ours_and_no_recipe_is_told(tiny_target, release, 
         measure(tiny_target, "me/draft")
     with pytest.raises(PipelineError, match=r"recipe me/draft\.toml does not exist"):
         measure(tiny_target, "me/draft.toml")
-    with pytest.raises(SystemExit):
-        measure(tiny_target, str(tmp_path / "b.jsonl"), "--pull-request")
 
 
 def test_a_release_brings_its_sealed_template(release, there):

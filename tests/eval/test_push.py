@@ -9,12 +9,14 @@ import pytest
 from huggingface_hub import constants
 
 from eval.release.folder import install
-from eval.release.push import push
+from eval.release.publish import push
 from pipeline.artifacts.reports import REPORT
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_sealed
 from tests.eval.test_reports import FOUND
 from tests.hub import Hub, hurry, reach, reached
+
+LISTED = {"README.md", "model.safetensors", "report.json"}
 
 
 @pytest.fixture
@@ -37,38 +39,27 @@ def hub(monkeypatch):
 def refusal(release: Path) -> str:
     with pytest.raises(PipelineError) as caught:
         push(release, "me/draft", private=True)
-    said = str(caught.value)
-    assert "\n" not in said and "hf_" not in said.replace("HF_", "")
-    assert f"The release stays in {release}: run the same command again, it measures nothing twice" in said
-    return said
+    message = str(caught.value)
+    assert "\n" not in message and "hf_" not in message.replace("HF_", "")
+    assert f"The release stays in {release}: run the same command again, it measures nothing twice" in message
+    return message
 
 
-LISTED = {"README.md", "model.safetensors", "report.json"}
-UNKNOWN = "whether the repository was created is not known"
-THERE = "the upload into it did not end, and arrives as a whole or not at all"
+NOTHING = "Nothing was uploaded."
+THERE = "is there, and each commit arrives as a whole or not at all."
 
 
 @pytest.mark.parametrize(
     ("where", "fault", "why", "now"),
     [
-        ("repos/create", "hang", r"did not answer in time \(5 s to connect, 0.3 s for an answer\)", UNKNOWN),
-        (
-            "repos/create",
-            "html",
-            "answered 200 with text/html, which is no answer of a Hub: check HF_ENDPOINT",
-            UNKNOWN,
-        ),
-        ("repos/create", "drop", r"cannot be reached at http://127.0.0.1:\d+ \(RemoteProtocolError\)", UNKNOWN),
-        ("repos/create", 503, r"failed \(503\): that is its own fault, not your token's", UNKNOWN),
-        (
-            "repos/create",
-            403,
-            r"refused the upload to me/draft \(403\): check that HF_TOKEN is valid",
-            "Nothing was created",
-        ),
-        ("repos/create", 404, r"refused the upload to me/draft \(404\): it knows no such owner", "Nothing was created"),
+        ("repos/create", "hang", r"did not answer in time \(5 s to connect, 0.3 s for an answer\)", NOTHING),
+        ("repos/create", "html", "gave no answer of a Hub: check HF_ENDPOINT", NOTHING),
+        ("repos/create", "drop", r"cannot be reached at http://127.0.0.1:\d+ \(RemoteProtocolError\)", NOTHING),
+        ("repos/create", 503, r"failed \(503\): that is its own fault, not your token's", NOTHING),
+        ("repos/create", 403, r"refused the upload to me/draft \(403\): check that HF_TOKEN is valid", NOTHING),
+        ("repos/create", 404, r"refused the upload to me/draft \(404\): it knows no such owner", NOTHING),
         ("api/models/me/draft", 500, r"failed \(500\): that is its own fault", THERE),
-        ("validate-yaml", 502, r"failed \(502\): that is its own fault", "Nothing was created"),
+        ("validate-yaml", 502, r"failed \(502\): that is its own fault", NOTHING),
         ("preupload", 401, r"refused the upload to me/draft \(401\): check that HF_TOKEN", THERE),
         ("objects/", 500, r"failed \(500\)", THERE),
         ("/store/", "cut", r"cannot be reached at http://127.0.0.1:\d+ \(\w+\)", THERE),
@@ -78,35 +69,33 @@ THERE = "the upload into it did not end, and arrives as a whole or not at all"
     ],
 )
 def test_every_failure_is_one_line_and_the_next_try_completes(release, hub, monkeypatch, where, fault, why, now):
+    """What was uploaded before a commit failed is not sent again."""
     hub.faults[where] = fault
     with monkeypatch.context() as while_it_fails:
         if fault == "hang":
             hurry(while_it_fails, 0.3)
-        said = refusal(release)
-    assert re.search(why, said) and now in said
-    assert ("token" in said.lower()) == (fault in (401, 403, 404, 500, 502, 503, 504))
+        message = refusal(release)
+    assert re.search(why, message) and now in message
+    assert ("token" in message.lower()) == (fault in (401, 403, 404, 500, 502, 503, 504))
     assert not hub.files
     hub.faults.clear()
     lines = push(release, "me/draft", private=True)
     assert set(hub.files) == LISTED and len(hub.created) == 1
     assert lines == [f"uploaded: {hub.url}/me/draft/commit/{'1' * 40} (a private repository)"]
+    if fault == 504:
+        assert len([request for request in hub.requests if request.startswith("PUT")]) == 1
 
 
-def test_a_card_that_the_hub_refuses_leaves_no_empty_repository(release, hub):
+@pytest.mark.parametrize(
+    ("card", "why"), [("---\nlicense: mit\n---\n", "as the test wants it"), ("---\n{\n---\n", "expected")]
+)
+def test_a_card_that_the_hub_refuses_leaves_no_empty_repository(release, hub, card, why):
+    """Or that is no YAML."""
+    (release / "README.md").write_text(card)
     hub.faults["validate-yaml"] = 400
-    said = refusal(release)
-    assert "was refused: " in said and "as the test wants it" in said and "Nothing was created" in said
+    message = refusal(release)
+    assert "was refused: " in message and why in message and NOTHING in message
     assert not hub.exists and not hub.created
-
-
-def test_what_is_uploaded_already_is_not_sent_again(release, hub):
-    hub.faults["/commit/"] = 504
-    refusal(release)
-    sent = [request for request in hub.requests if request.startswith("PUT")]
-    hub.faults.clear()
-    push(release, "me/draft", private=True)
-    assert sent and [request for request in hub.requests if request.startswith("PUT")] == sent
-    assert set(hub.files) == LISTED
 
 
 def test_a_hub_that_is_not_there_is_told(release, hub, monkeypatch):
@@ -115,37 +104,38 @@ def test_a_hub_that_is_not_there_is_told(release, hub, monkeypatch):
     reach(monkeypatch, "no address")
     assert "cannot be reached at no address (UnsupportedProtocol)" in refusal(release)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "(OfflineModeIsEnabled: HF_HUB_OFFLINE is set)" in refusal(release)
+    assert "HF_HUB_OFFLINE is set, so the Hub is not asked for me/draft" in refusal(release)
     assert not hub.requests
 
 
 @pytest.mark.parametrize(
-    ("hidden", "private", "said"),
+    ("hidden", "seen"),
     [
-        (True, True, " (a private repository)"),
-        (False, True, " (a public repository; it was so before, and --push changes no existing repository)"),
-        (None, True, ""),
+        (True, " (a private repository)"),
+        (False, " (a public repository; it was so before, and --push changes no existing repository)"),
+        (None, ""),
     ],
 )
-def test_a_repository_that_exists_is_left_as_it_is_and_who_sees_it_is_said(release, hub, hidden, private, said):
+def test_a_repository_that_exists_is_left_as_it_is_and_who_sees_it_is_said(release, hub, hidden, seen):
     hub.exists, hub.private = True, hidden
-    (line,) = push(release, "me/draft", private=private)
-    assert line.endswith(f"/commit/{'1' * 40}{said}")
+    (line,) = push(release, "me/draft", private=True)
+    assert line.endswith(f"/commit/{'1' * 40}{seen}")
     assert not hub.created and not [request for request in hub.requests if "settings" in request]
 
 
 def test_only_what_the_release_lists_is_uploaded_and_the_rest_is_told(release, hub):
-    (release / "notes.txt").write_text("mine")
-    (release / "secrets").mkdir()
+    """An edited card is; the release's own one beside it is not."""
+    for name in ("notes.txt", "secrets/key", "README.new.md"):
+        (release / name).parent.mkdir(exist_ok=True)
+        (release / name).write_text("mine")
     (release / "README.md").write_text("---\nlicense: mit\n---\n\nmy card")
     lines = push(release, "me/draft", private=True)
     assert set(hub.files) == LISTED and b"my card" in hub.files["README.md"]
-    assert lines[1:] == ["not uploaded, for the release does not list them: notes.txt, secrets"]
+    assert lines[1:] == ["not uploaded: README.new.md, notes.txt, secrets/key"]
 
 
 def test_a_changed_report_is_not_uploaded(release, hub):
-    text = (release / REPORT).read_text()
-    (release / REPORT).write_text(text.replace("float32", "float64"))
+    (release / REPORT).write_text((release / REPORT).read_text().replace("float32", "float64"))
     with pytest.raises(PipelineError, match=r"report.json was changed or damaged"):
         push(release, "me/draft", private=True)
     assert not hub.requests

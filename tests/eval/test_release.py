@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.release.folder import STALE, files_in, install
+from eval.release.folder import files_in, install
 from pipeline.artifacts.reports import RELEASE, read_release
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
@@ -43,19 +43,20 @@ def held(run: Path) -> dict[str, str]:
     return {name: (run / "release" / name).read_text() for name in files_in(run / "release") if name != RELEASE}
 
 
-def assert_list_is_true(run: Path, but: str = "") -> None:
-    found = read_release(run / "release")
-    assert found["pending"] == {}
-    for name, mark in found["files"].items():
-        assert name == but or sha256(run / "release" / name) == mark, name
+def assert_list_is_true(run: Path) -> None:
+    listed = read_release(run / "release")
+    assert listed["pending"] == {}
+    assert {name: sha256(run / "release" / name) for name in listed["files"]} == listed["files"]
 
 
 def test_a_release_lists_its_files_and_the_next_one_replaces_them(run):
     assert held(run) == FIRST
     assert set(read_release(run / "release")["files"]) == set(FIRST)
-    assert put(run, SECOND) == [] and held(run) == SECOND
-    assert put(run, SECOND) == [] and held(run) == SECOND
+    for _ in range(2):
+        assert put(run, SECOND) == [] and held(run) == SECOND
     assert_list_is_true(run)
+    (run / "release/config.json").unlink()  # one that is gone is written again
+    assert put(run, SECOND) == [] and held(run) == SECOND
 
 
 CODE = {"custom_generate/generate.py": "code", "custom_generate/part.py": "more"}
@@ -88,35 +89,22 @@ def test_a_link_or_a_file_in_a_folders_place_is_moved_aside_and_not_followed(run
     assert_list_is_true(run)
 
 
+EDITED = "README.md is your edited version and stays; this release's own is README.new.md"
+
+
 def test_what_the_user_laid_there_stays(run):
-    (run / "release/notes.txt").write_text("mine")
     (run / "release/pictures").mkdir()
     (run / "release/pictures/one.png").write_text("mine")
-    assert put(run, SECOND) == []
-    assert (run / "release/notes.txt").read_text() == (run / "release/pictures/one.png").read_text() == "mine"
+    assert put(run, SECOND) == [] and held(run) == SECOND | {"pictures/one.png": "mine"}
 
 
 def test_an_edited_card_stays_and_the_new_one_is_beside_it(run):
-    replace_once(run / "release/README.md", "the card", "the card, and what I say")
-    said = [f"README.md is your edited version and stays; {STALE}"]
-    assert put(run, SECOND) == said
-    edited = SECOND | {"README.md": "the card, and what I say", "README.new.md": "another card"}
-    assert held(run) == edited
-    assert_list_is_true(run, but="README.md")
-    assert put(run, SECOND) == said  # in every run
-    assert held(run) == edited
-    (run / "release/README.new.md").unlink()
-    assert put(run, SECOND) == ["README.md is your edited version and stays"]
-    assert not (run / "release/README.new.md").exists()  # they threw it away: it is not forced on them again
-    third = SECOND | {"README.md": "a third card"}
-    assert put(run, third) == said
-    assert held(run) == third | {"README.md": "the card, and what I say", "README.new.md": "a third card"}
-
-
-def test_taking_the_new_card_ends_it(run):
     replace_once(run / "release/README.md", "the card", "mine")
-    put(run, SECOND)
-    (run / "release/README.new.md").replace(run / "release/README.md")
+    for release in (SECOND, SECOND, SECOND | {"README.md": "a third card"}):
+        assert put(run, release) == [EDITED]
+        assert held(run) == release | {"README.md": "mine", "README.new.md": release["README.md"]}
+        assert_list_is_true(run)
+    (run / "release/README.new.md").replace(run / "release/README.md")  # the user takes it
     assert put(run, SECOND) == [] and held(run) == SECOND
     assert_list_is_true(run)
 
@@ -128,13 +116,12 @@ def test_another_edited_file_goes_aside_and_the_releases_own_is_what_was_measure
     replace_once(run / "release/config.json", "{ }", "mine again")
     assert "config.edited-2.json" in put(run, SECOND)[0]
     assert held(run) == SECOND | {"config.edited.json": "mine", "config.edited-2.json": "mine again"}
-    assert_list_is_true(run)
     assert put(run, SECOND) == []
+    assert_list_is_true(run)
 
 
 def test_what_the_release_no_longer_holds_goes_unless_it_was_edited(run):
     put(run, SECOND)
-    assert not (run / "release/old.png").exists()
     (run / "release/new.png").write_text("mine")
     assert put(run, FIRST) == [
         "new.png is no part of the release any more; your edited version stays, and belongs to you"
@@ -153,39 +140,45 @@ def test_a_users_file_under_a_name_that_the_next_release_uses_goes_aside(run):
     assert away.read_text() == "first" and (run / "release/report.edited.json").is_symlink()
 
 
-def test_a_listed_file_that_is_gone_is_written_again(run):
-    (run / "release/config.json").unlink()
-    assert put(run, FIRST) == [] and held(run) == FIRST
-
-
 def tree(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("kind", ["link", "file", "foreign", "damaged list", "list of other places"])
-def test_what_is_no_release_is_refused_and_not_touched(run, kind):
-    release, message = run / "release", "release is a link or a file"
-    if kind == "link":
-        release.rename(run / "elsewhere")
-        release.symlink_to(run / "elsewhere")
-    elif kind == "file":
-        release.rename(run / "elsewhere")
-        release.write_text("mine")
-    elif kind == "foreign":
-        (release / RELEASE).unlink()
-        message = "holds README.md and no release.json.*move it away and run again"
-    elif kind == "damaged list":
-        replace_once(release / RELEASE, "old.png", "odd.png")
-        message = r"release.json was changed or damaged .*Move the folder away"
-    else:
-        replace_once(release / RELEASE, "old.png", "../x.png")
-        change_sealed(release / RELEASE, lambda raw: None)
-        message = r"'../x.png' in 'files' is no name of a file beside it"
+def is_a_link(release: Path) -> None:
+    release.rename(release.with_name("elsewhere"))
+    release.symlink_to(release.with_name("elsewhere"))
+
+
+def is_a_file(release: Path) -> None:
+    release.rename(release.with_name("elsewhere"))
+    release.write_text("mine")
+
+
+def lists_other_places(release: Path) -> None:
+    replace_once(release / RELEASE, "old.png", "../x.png")
+    change_sealed(release / RELEASE, lambda raw: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (is_a_link, "release is a link or a file"),
+        (is_a_file, "release is a link or a file"),
+        (lambda release: (release / RELEASE).unlink(), "holds README.md and no release.json.*move it away and run"),
+        (
+            lambda release: replace_once(release / RELEASE, "old.png", "odd.png"),
+            r"release.json was changed or damaged .*Move the folder away",
+        ),
+        (lists_other_places, r"'../x.png' in 'files' is no name of a file beside it"),
+    ],
+)
+def test_what_is_no_release_is_refused_and_not_touched(run, change, message):
+    change(run / "release")
     built = build(run, SECOND)
     before = tree(run)
     for _ in range(2):
         with pytest.raises(PipelineError, match=message):
-            install(built, release)
+            install(built, run / "release")
     assert tree(run) == before
 
 
@@ -237,7 +230,7 @@ def test_killed_anywhere_the_same_command_completes_it(tmp_path, monkeypatch, fi
                 ended = False
         put(run, SECOND)
         assert held(run) == expected
-        assert_list_is_true(run, but="README.md")
+        assert_list_is_true(run)
         if ended:
             break
     assert ended and steps > 5

@@ -1,5 +1,8 @@
 """What is kept of a run: a changed figure is refused by whoever reads it, and no file elsewhere is named."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from eval import main as evaluation
@@ -42,26 +45,32 @@ def path(tmp_path):
     return tmp_path / "eval" / REPORT
 
 
-def test_a_report_comes_back(path):
+def sealed(**values) -> Callable[[Path], None]:
+    return lambda path: change_sealed(path, lambda raw: raw.update(values))
+
+
+OLD = {"old": {"draft": "old", "tree": {"nodes": 8}}}  # as a version before wrote it
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            lambda path: replace_once(path, '"hardware": "one"', '"hardware": "a large GPU"'),
+            " was changed or damaged .*jakiro eval RECIPE again",
+        ),
+        (lambda path: change_sealed(path, lambda raw: raw.pop("rows")), " has no 'rows'"),
+        (sealed(drafts=OLD), ": old is no method of this version .*run jakiro eval"),
+        *(
+            (sealed(plots={name: "0" * 64}), ": '.*' is no name of a plot beside it")
+            for name in ("../../secret.png", "/etc/secret.png", "..", "", "report.json", "a/b.png")
+        ),
+    ],
+)
+def test_what_is_no_report_is_refused(path, change, told):
     assert read_report(path) == FOUND
-
-
-def test_a_changed_word_of_a_report_is_refused(path):
-    replace_once(path, '"hardware": "one"', '"hardware": "a large GPU"')
-    with pytest.raises(PipelineError, match=r"report.json was changed or damaged .*jakiro eval RECIPE again"):
-        read_report(path)
-
-
-@pytest.mark.parametrize("name", ["../../secret.png", "/etc/secret.png", "..", "", "report.json", "a/b.png"])
-def test_a_report_names_no_plot_elsewhere(path, name):
-    change_sealed(path, lambda raw: raw.update(plots={name: "0" * 64}))
-    with pytest.raises(PipelineError, match=r"report.json: '.*' is no name of a plot beside it"):
-        read_report(path)
-
-
-def test_a_report_without_its_parts_is_refused(path):
-    change_sealed(path, lambda raw: raw.pop("rows"))
-    with pytest.raises(PipelineError, match=r"report.json has no 'rows'"):
+    change(path)
+    with pytest.raises(PipelineError, match=f"report.json{told}"):
         read_report(path)
 
 
@@ -83,26 +92,18 @@ def test_rows_that_are_not_those_of_the_report_are_refused(path):
         measured_rows(path.parent, report)
 
 
-def test_a_changed_tuned_tree_is_refused(tiny_recipe):
-    assert read_tuned_trees(tiny_recipe.paths.tuned) == {}
-    tiny_recipe.paths.eval.mkdir(parents=True)
-    tuned = {"jakiro": {"method": tiny_recipe.methods["jakiro"].to_json()}}
-    write_sealed(tiny_recipe.paths.tuned, tuned)
-    assert read_tuned_trees(tiny_recipe.paths.tuned) == tuned
+def test_a_tuned_tree_that_was_changed_or_is_of_a_version_before_is_refused(tiny_recipe):
+    path, tuned = tiny_recipe.paths.tuned, {"jakiro": {"method": tiny_recipe.methods["jakiro"].to_json()}}
+    assert read_tuned_trees(path) == {}
+    write_sealed(path, tuned)
+    assert read_tuned_trees(path) == tuned
     nodes = tiny_recipe.tree("jakiro").nodes
-    replace_once(tiny_recipe.paths.tuned, f'"nodes": {nodes}', f'"nodes": {nodes + 1}')
+    replace_once(path, f'"nodes": {nodes}', f'"nodes": {nodes + 1}')
     with pytest.raises(PipelineError, match=r"tuned.json was changed or damaged .*run jakiro tune RECIPE again"):
-        read_tuned_trees(tiny_recipe.paths.tuned)
-
-
-def test_files_of_a_version_before_are_refused_with_what_to_do(tiny_recipe, path):
-    tiny_recipe.paths.eval.mkdir(parents=True, exist_ok=True)
-    write_sealed(tiny_recipe.paths.tuned, {"jakiro": {"tree": {"nodes": 8}}})
-    with pytest.raises(PipelineError, match=r"jakiro is no method of this version .*run jakiro tune"):
-        read_tuned_trees(tiny_recipe.paths.tuned)
-    change_sealed(path, lambda raw: raw["drafts"].update(old={"draft": "old", "tree": {"nodes": 8}}))
-    with pytest.raises(PipelineError, match=r"old is no method of this version .*run jakiro eval"):
-        read_report(path)
+        read_tuned_trees(path)
+    write_sealed(path, OLD)
+    with pytest.raises(PipelineError, match=r"old is no method of this version .*run jakiro tune"):
+        read_tuned_trees(path)
 
 
 def test_a_damaged_table_is_told_before_anything_is_decoded(tiny_recipe):
