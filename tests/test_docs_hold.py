@@ -116,7 +116,7 @@ def test_commands_help_shows_commands_that_are_taken(parse):
             if asked := command(re.sub(r"[\[\]]| \.\.\.", "", re.split(r" {2,}", line)[0])):
                 parse(asked[0], [word.split("|")[0] for word in asked[1]])
                 seen += 1
-    assert seen >= 27
+    assert seen >= 25
 
 
 # -- keys ------------------------------------------------------------------------------------------------------------

@@ -179,7 +179,8 @@ def test_the_planned_bytes_of_a_row_are_those_of_the_files(tmp_path, dtype, laye
 
 def test_what_a_device_that_is_not_here_would_take_is_unknown_until_its_speed_is_given(tiny_recipe, monkeypatch):
     monkeypatch.setattr("pipeline.basics.accelerator.accelerator", lambda: None)
-    recipe, known = changed(tiny_recipe, "target", device="cuda"), {"dump-speed": 1000.0, "train-speed": 1000.0}
+    known = {"dump-speed": 1000.0, "train-speed": 1000.0}
+    recipe = changed(changed(tiny_recipe, "target", device="cuda"), "eval", repeats=2)
     missing = make(recipe, {**known, "decode-ms": None})
     assert missing.rows[-1][1:3] == ["time", "unknown"] and missing.figures["eval: hours"] is None
     assert ["eval", "time", "unknown with 1 worker, 1 GPUs", "no such device here: give --decode-ms"] in missing.rows

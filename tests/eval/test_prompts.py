@@ -91,7 +91,7 @@ def test_held_out_prompts_are_those_of_the_dump_and_unchanged(recipe):
 def with_contexts(recipe: Recipe, *tokens: int) -> Recipe:
     tree = recipe.model_dump()
     tree["eval"]["max_new_tokens"] = 8
-    tree["eval"]["benchmarks"] |= {f"heldout-{count}": {"source": f"heldout:{count}"} for count in tokens}
+    tree["eval"]["benchmarks"] |= {f"heldout-{n}": {"source": f"heldout:{n}", "prompts": 2} for n in tokens}
     return Recipe.model_validate(tree)
 
 
@@ -143,7 +143,7 @@ def test_a_context_is_filled_as_if_one_exchange_were_added_at_a_time_in_few_rend
 @pytest.mark.parametrize(
     ("tokens", "said"),
     [
-        (1017, "1017 tokens and eval.max_new_tokens=8 exceed the target's 1024 positions: measure shorter"),
+        (1017, "1017 tokens and eval.max_new_tokens=8 exceed the target's 1024 positions: measure a shorter"),
         (40, "the held-out dialogues fill 14 of 40 tokens: raise data.heldout_prompts"),
         (27, "each question takes more than half of 27 tokens"),
     ],
