@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from pipeline.decoding.contract import DraftRequest, RoundInput
 from pipeline.drafts import objective_of
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
-from pipeline.features.batch import collate, collate_packed
+from pipeline.features.batch import collate
 from pipeline.features.schema import Row
 from pipeline.lm.attention import additive, behind
 from tests.pipeline.taught import make_draft, prompt_of
@@ -68,15 +68,6 @@ def test_each_guess_is_that_of_a_causal_forward_of_its_own(draft):
 
 
 @torch.inference_mode()
-def test_packed_behind_each_other_they_guess_the_same(draft):
-    rows, objective = [row_of(1, 13), row_of(2, 7)], objective_of(draft.config)
-    positions = (objective.positions(row.input_ids, row.loss_mask) for row in rows)
-    packed = collate_packed([rows], positions, dict.fromkeys(objective.groups, 10), auxiliary=range(SOURCES))
-    for features, want in zip(draft(packed)[0], draft(batch_of(draft, rows))[0], strict=True):
-        assert torch.allclose(features, want, atol=1e-5)
-
-
-@torch.inference_mode()
 def test_decoding_in_pieces_guesses_what_training_does(draft):
     """With a window inputs that no later one sees are dropped on the way."""
     row, state, begin = row_of(3, 30), draft.open(), 0
@@ -107,16 +98,3 @@ def test_what_is_drawn_for_a_depth_is_drawn_for_those_before_it():
     again, other = (objective.positions(ids, mask, seed) for seed in ((0, 7, 3), (0, 8, 3)))
     assert all(torch.equal(again[group].inputs, found[group].inputs) for group in found)
     assert not torch.equal(other[2].inputs, found[2].inputs)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"depths": 1}, "depths=1"),
-        ({"keep": 0.0}, "keep=0.0"),
-        ({"ttt_steps": 2}, "ttt_steps: P-EAGLE never reads features of its own"),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(settings, said):
-    with pytest.raises(ValueError, match=said):
-        PEagleConfig(**settings)
