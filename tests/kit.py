@@ -239,11 +239,6 @@ def train_command(recipe: Path, *overrides: str, ranks: int = 1, draft: str | No
     return [*launcher, str(recipe), *(["--draft", draft] if draft else []), *override_arguments(overrides)]
 
 
-def kill_when_exists(command: list[str], path: Path, **environment: str) -> None:
-    """Starts a command and kills it, with all processes of its group, as soon as it has written `path`."""
-    kill_when(command, path.exists, **environment)
-
-
 def kill_when(command: list[str], happened: Callable[[], bool], **environment: str) -> None:
     """A Python command starts warm."""
     variables = command_environment(**environment)

@@ -52,11 +52,8 @@ def test_a_page_of_results_says_where_its_commands_are_to_be_found(page):
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
-def test_commands_and_files_that_are_named_are_there(page):
+def test_files_that_are_named_are_there(page):
     text = page.read_text()
-    for module in re.findall(r"python3? -m ((?:pipeline|preprocess|train|eval|tests|infra)[.\w]*)", text):
-        path = ROOT / module.replace(".", "/")
-        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), f"{page.name}: python -m {module}"
     for name in re.findall(
         r"\b((?:pipeline|preprocess|train|eval|tests|infra)/[\w./-]*\.(?:py|toml|sbatch|json))\b", text
     ):

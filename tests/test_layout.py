@@ -1,6 +1,7 @@
 """The house rules that a machine can check: who may import whom."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -8,9 +9,14 @@ STAGES = {"preprocess", "train", "eval"}
 HEAVY = {"ray": {"pipeline/running/workers.py"}, "deepspeed": {"train/engine/engine.py"}}
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imports(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -19,8 +25,7 @@ def imports(path: Path) -> set[str]:
 
 
 def modules(path: Path) -> set[str]:
-    tree = ast.walk(ast.parse(path.read_text()))
-    return {node.module for node in tree if isinstance(node, ast.ImportFrom) and node.module}
+    return {node.module for node in nodes(path) if isinstance(node, ast.ImportFrom) and node.module}
 
 
 def sources() -> list[Path]:
@@ -63,7 +68,7 @@ LOADS_A_TARGET = {"pipeline/features/engines", "pipeline/serving", "train/accept
 
 
 def calls_target(path: Path) -> bool:
-    calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    calls = [node.func for node in nodes(path) if isinstance(node, ast.Call)]
     return any(isinstance(called, ast.Name) and called.id == "Target" for called in calls)
 
 

@@ -232,51 +232,55 @@ def test_a_server_that_was_started_anew_within_a_level_gets_no_tau_for_it(recipe
     assert "1 measurements have no tau" in (said := capsys.readouterr().out) and "started anew" in said
 
 
-@pytest.mark.parametrize("name", ["process_start_time_seconds", "vllm:spec_decode_num_drafts_created"])
-def test_another_start_is_seen_though_the_counters_went_on(recipe, monkeypatch, name):
+def wrong_count(value: str) -> Callable[[str, bool], str]:
+    return lambda told, late: re.sub(r"(num_accepted_tokens_total) \S+", rf"\1 {value}", told) if late else told
+
+
+def begun(name: str) -> Callable[[str, bool], str]:
+    return lambda told, late: f"{told}{name} {17 + late}.5\n"
+
+
+# What /metrics says instead, also from the first level's middle on: and whether the second level has a tau.
+COUNTERS = {
+    "another start": (begun("process_start_time_seconds"), True, "started anew"),
+    "counters of another start": (begun("vllm:spec_decode_num_drafts_created"), True, "started anew"),
+    "counters that come": (
+        lambda told, late: told if late else "other 1.0\n",
+        True,
+        "only before it, or only after it",
+    ),
+    **{
+        value: (wrong_count(value), False, "vllm:spec_decode_num_accepted_tokens_total is ")
+        for value in ("NaN", "+Inf", "-3.0", "1e400", "36.5")
+    },
+}
+
+
+@pytest.mark.parametrize(("wrong", "recovers", "words"), COUNTERS.values(), ids=COUNTERS)
+def test_counters_of_two_starts_or_that_are_no_counts_give_no_tau(recipe, monkeypatch, capsys, wrong, recovers, words):
     with Engine("vllm") as engine:
         metrics = engine.metrics
-        monkeypatch.setattr(engine, "metrics", lambda: f"{metrics()}{name} {17 + (engine.answered > 7)}.5\n")
+        monkeypatch.setattr(engine, "metrics", lambda: wrong(metrics(), engine.answered > 7))
         levels = measured(recipe, "--url", engine.url, "--concurrency", "1")
-    assert [(one.get("tau"), one.get("counters refused")) for one in levels.values()] == [(None, 1), (2.0, None)]
+    second = (2.0, None) if recovers else (None, 1)
+    assert [(one.get("tau"), one.get("counters refused")) for one in levels.values()] == [(None, 1), second]
+    assert words in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("value", ["NaN", "+Inf", "-3.0", "1e400", "36.5"])
-def test_counters_that_are_no_counts_give_no_tau(recipe, monkeypatch, value, capsys):
-    with Engine("vllm") as engine:
-        metrics = engine.metrics
-        name = "vllm:spec_decode_num_accepted_tokens_total"
-
-        def wrong() -> str:
-            return re.sub(rf"({name}) \S+", rf"\1 {value}", metrics()) if engine.answered > 7 else metrics()
-
-        monkeypatch.setattr(engine, "metrics", wrong)
-        levels = measured(recipe, "--url", engine.url, "--concurrency", "1")
-    assert [(one.get("tau"), one["counters refused"]) for one in levels.values()] == [(None, 1)] * 2
-    assert f"{name} is " in capsys.readouterr().out
+NO_COUNTS = [math.nan, math.inf, -1, 1.5, "3", True, None, 10**400]
+NUMBERS = [
+    ("silent", ("usage", "completion_tokens")),
+    ("silent", ("usage", "prompt_tokens")),
+    ("llama.cpp", ("timings", "predicted_n")),
+    ("llama.cpp", ("timings", "draft_n")),
+    ("llama.cpp", ("timings", "draft_n_accepted")),
+    ("sglang", ("sglext", "spec_tokens_details", "spec_num_correct_drafts")),
+    ("sglang", ("sglext", "spec_tokens_details", "spec_num_proposed_drafts")),
+]
 
 
-def test_counters_that_come_or_go_within_a_level_give_no_tau(recipe, monkeypatch, capsys):
-    with Engine("vllm") as engine:
-        metrics = engine.metrics
-        monkeypatch.setattr(engine, "metrics", lambda: metrics() if engine.answered > 7 else "other 1.0\n")
-        levels = measured(recipe, "--url", engine.url, "--concurrency", "1")
-    assert [(one.get("tau"), one.get("counters refused")) for one in levels.values()] == [(None, 1), (2.0, None)]
-    assert "only before it, or only after it" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1, 1.5, "3", True, None, 10**400])
 @pytest.mark.parametrize(
-    ("kind", "path"),
-    [
-        ("silent", ("usage", "completion_tokens")),
-        ("silent", ("usage", "prompt_tokens")),
-        ("llama.cpp", ("timings", "predicted_n")),
-        ("llama.cpp", ("timings", "draft_n")),
-        ("llama.cpp", ("timings", "draft_n_accepted")),
-        ("sglang", ("sglext", "spec_tokens_details", "spec_num_correct_drafts")),
-        ("sglang", ("sglext", "spec_tokens_details", "spec_num_proposed_drafts")),
-    ],
+    ("kind", "path", "value"), [(*NUMBERS[0], value) for value in NO_COUNTS] + [(*one, -1) for one in NUMBERS[1:]]
 )
 def test_an_answers_number_that_is_no_count_is_refused(recipe, monkeypatch, kind, path, value):
     with Engine(kind) as engine:

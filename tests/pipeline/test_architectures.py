@@ -327,11 +327,6 @@ def test_pickled_weights_are_refused(tmp_path):
         fingerprint(config)
 
 
-def test_a_target_that_does_not_exist_is_one_clear_error(tmp_path):
-    with pytest.raises(PipelineError, match="nowhere' does not exist: expected a folder"):
-        Target(TargetConfig(model=str(tmp_path / "nowhere")), "float32")
-
-
 def test_a_tokenizer_without_a_template_is_refused_and_a_template_file_helps(tmp_path):
     config = save(tmp_path, "llama")
     tokenizer = byte_tokenizer()
@@ -339,15 +334,8 @@ def test_a_tokenizer_without_a_template_is_refused_and_a_template_file_helps(tmp
     for file in tmp_path.glob("chat_template*"):
         file.unlink()
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(PipelineError, match="has no chat template"):
+    with pytest.raises(PipelineError, match=r"has no chat template.*chat_template\.jinja"):
         Target(config, "float32")
     (tmp_path / "own.jinja").write_text(template)
     helped = TargetConfig(model=str(tmp_path), device="cpu", chat_template=str(tmp_path / "own.jinja"))
     assert Target(helped, "float32").tokenizer.chat_template == template.rstrip("\n")
-
-
-def test_moving_the_ends_leaves_the_target_as_it_was(loaded_target):
-    embed_head = EmbeddingAndHead(loaded_target.embedding_VD, loaded_target.head, "mark")
-    moved = embed_head.to(torch.device("cpu"), torch.bfloat16)
-    assert moved.head.linear.weight.dtype == moved.embedding_VD.dtype == torch.bfloat16
-    assert loaded_target.head.linear.weight.dtype == embed_head.embedding_VD.dtype == torch.float32

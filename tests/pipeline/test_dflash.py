@@ -20,9 +20,6 @@ from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.batch import collate
 from pipeline.features.positions import counts
 from pipeline.features.schema import Row
-from pipeline.lm.config import TargetConfig
-from pipeline.lm.model import Target
-from tests.kit import save_tiny_target
 from tests.pipeline.taught import make_draft, prompt_of
 
 LENGTH, BLOCK, GAP = 24, 5, 12
@@ -235,17 +232,6 @@ def test_the_default_layers_are_the_references_which_count_from_0(layers, count,
     assert even_layers(layers, count) == [layer + 1 for layer in theirs]
     assert even_layers(layers, 1) == [layers // 2 + 1]
     assert even_layers(2, count) == [2] and even_layers(1, count) == [1]
-
-
-def test_a_layer_is_the_one_of_its_name(tmp_path):
-    """transformers' hidden_states begin with the embedding: layer j of the reference put out number j + 1."""
-    target, tokens = Target(TargetConfig(model=str(save_tiny_target(tmp_path, layers=8))), "float32"), prompt_of(1)
-    draft = build(DFlashConfig(layers=3), shapes_of(target.config))
-    with torch.inference_mode():
-        got_TSD = target.states(tokens, draft.needs.auxiliary).of(draft.needs)
-        theirs = target.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    for place, layer in enumerate([1, 3, 5]):
-        torch.testing.assert_close(got_TSD[:, place], theirs[layer + 1][0])
 
 
 def test_the_mask_token_is_one_that_the_texts_lack(loaded_target, embed_head):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts import build, objective_of, parameter_count
@@ -183,47 +182,6 @@ def test_a_cast_to_bf16_leaves_ropes_frequencies_in_fp32():
     assert {parameter.dtype for parameter in draft.parameters()} == {torch.bfloat16}
     assert draft._rope[0].inv_freq.dtype == torch.float32
     assert torch.equal(draft._rope[0].inv_freq, before)
-
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-
-
-@pytest.mark.parametrize(
-    "rope", [{"rope_type": "default", "rope_theta": 10000.0}, {"rope_type": "default", "rope_theta": 1e6}, LLAMA3]
-)
-def test_rope_is_the_targets(rope):
-    size = {"hidden_size": 64, "intermediate_size": 8, "num_attention_heads": 4, "vocab_size": 50}
-    target = LlamaConfig(**size, max_position_embeddings=512, rope_parameters=dict(rope))
-    draft = build(EagleConfig(kind="eagle"), shapes_of(target))
-    positions, x = torch.arange(300)[None], torch.zeros(1, 300, 64)
-    for got, want in zip(draft._rope[0](x, positions), LlamaRotaryEmbedding(target)(x, positions), strict=True):
-        assert torch.equal(got, want)
-    other = LlamaRotaryEmbedding(LlamaConfig(**size, rope_parameters={"rope_type": "default", "rope_theta": 3e4}))
-    assert not torch.equal(draft._rope[0].inv_freq, other.inv_freq)
-
-
-@pytest.mark.parametrize(("heads", "kv", "head_dim"), [(4, None, None), (4, 4, None), (4, 1, None), (4, 2, 8)])
-def test_attention_has_the_targets_heads(heads, kv, head_dim):
-    target = LlamaConfig(
-        hidden_size=16,
-        intermediate_size=40,
-        num_attention_heads=heads,
-        num_key_value_heads=kv,
-        vocab_size=50,
-        head_dim=head_dim,
-    )
-    got = build(EagleConfig(kind="eagle"), shapes_of(target)).state_dict()
-    size = head_dim or 4
-    assert got["layers.0.self_attn.q_proj.weight"].shape == (heads * size, 16)
-    assert got["layers.0.self_attn.k_proj.weight"].shape == ((kv or heads) * size, 16)
-    assert got["layers.0.self_attn.o_proj.weight"].shape == (16, heads * size)
 
 
 # -- formulas -------------------------------------------------------------------------------------------------------

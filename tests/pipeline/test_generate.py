@@ -1,28 +1,21 @@
 """Speculative decoding beside plain decoding on the tiny target: same tokens, same distribution, honest counts."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
+from pipeline.decoding.contract import DraftOutput
 from pipeline.decoding.generate import Sampling, plain, prefill, speculative
 from pipeline.drafts.jakiro import JakiroConfig
 from pipeline.drafts.parts.module import TrainedDraft
-from pipeline.drafts.parts.one_layer import ttt_visible
-from pipeline.features.batch import collate
-from pipeline.features.positions import Horizons
-from pipeline.features.schema import Row
-from pipeline.lm.attention import additive
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target
 from pipeline.lm.states import Needs
 from tests.pipeline.taught import (
     KINDS,
     NEVER,
-    ONE_LAYER,
     TREES,
     VARIANTS,
     forwards_of,
@@ -31,17 +24,17 @@ from tests.pipeline.taught import (
     make_draft,
     planted,
     prompt_of,
-    states_for,
     texts_of_paths,
 )
 
 # -- temperature 0 --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_greedy_answers_are_plain_decodings_token_for_token(loaded_target, embed_head, variant):
-    for seed, tree in enumerate(TREES):
-        draft = grown(make_draft(loaded_target, embed_head, VARIANTS[variant], seed), **TREES[tree])
+@pytest.mark.parametrize("kind", [*VARIANTS, *KINDS])
+def test_greedy_answers_of_every_draft_and_kind_of_tree_are_plain_decodings(loaded_target, embed_head, kind):
+    name, trees = (kind, TREES.values()) if kind in VARIANTS else (KINDS[kind][0], [KINDS[kind][1]] * 2)
+    for seed, tree in enumerate(trees):
+        draft = grown(make_draft(loaded_target, embed_head, VARIANTS[name], seed), **tree)
         got = speculative(loaded_target, draft, prompt_of(seed), Sampling(16, NEVER))
         assert got.tokens == greedy(loaded_target, prompt_of(seed), 16)
         assert got.acceptance.tokens == 15
@@ -71,15 +64,6 @@ def test_a_taught_draft_is_accepted_deeply_and_changes_nothing(loaded_target, te
     got = speculative(loaded_target, draft, prompt, Sampling(48, NEVER))
     assert got.tokens == answer
     assert got.acceptance.tau > 3.5
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_greedy_answers_of_every_kind_of_tree_are_plain_decodings(loaded_target, embed_head, kind):
-    name, tree = KINDS[kind]
-    for seed in range(2):
-        draft = grown(make_draft(loaded_target, embed_head, VARIANTS[name], seed), **tree)
-        got = speculative(loaded_target, draft, prompt_of(seed), Sampling(16, NEVER))
-        assert got.tokens == greedy(loaded_target, prompt_of(seed), 16)
 
 
 @pytest.mark.parametrize(
@@ -121,16 +105,6 @@ def test_the_repetition_penalty_is_every_nodes_own(loaded_target, text, taught_d
     assert speculative(loaded_target, draft, prompt, sampling).tokens == want
 
 
-def test_a_prompt_longer_than_what_the_draft_was_trained_on_is_decoded_exactly(loaded_target, taught_drafts):
-    """The draft was taught one text of 60 tokens."""
-    prompt = prompt_of(9, 400)
-    for name in ("eagle", "jakiro"):
-        draft = grown(taught_drafts[name], **TREES["usual"])
-        assert speculative(loaded_target, draft, prompt, Sampling(20, NEVER)).tokens == greedy(
-            loaded_target, prompt, 20
-        )
-
-
 def test_many_stop_ids_end_an_answer_at_the_first_of_them(loaded_target, text, taught_drafts):
     prompt, answer = text
     stops = frozenset({answer[9], answer[14], answer[20], 259})
@@ -154,30 +128,17 @@ def test_a_round_reuses_every_accepted_tokens_keys_and_values(loaded_target, tex
     assert got.draft_forwards == 3 * got.acceptance.passes
 
 
-@pytest.mark.parametrize("kind", ["usual", "jakiro, static, drawn"])
-def test_a_compiled_target_decodes_the_same_answers(tiny_target, loaded_target, embed_head, kind):
-    """Fixed shapes, one compilation a width and capacity; on a CPU the compiler's front end alone."""
+def test_a_compiled_target_decodes_the_same_answers(tiny_target, loaded_target, embed_head):
+    """With drafts of other layers one after the other; on a CPU the compiler's front end alone."""
     compiled = Target(TargetConfig(model=str(tiny_target), device="cpu"), "float32")
     compiled.compile(backend="eager")
-    name, tree = ("jakiro", TREES[kind]) if kind in TREES else KINDS[kind]
-    for seed in range(2):
-        draft = grown(make_draft(loaded_target, embed_head, VARIANTS[name], seed), **tree)
-        for sampling in (Sampling(12, NEVER), Sampling(12, NEVER, temperature=1.0, seed=seed)):
-            want = speculative(loaded_target, draft, prompt_of(seed), sampling)
-            assert speculative(compiled, draft, prompt_of(seed), sampling).tokens == want.tokens
-            assert (
-                plain(compiled, prompt_of(seed), sampling).tokens
-                == plain(loaded_target, prompt_of(seed), sampling).tokens
-            )
-
-
-def test_a_compiled_target_serves_drafts_of_other_layers_one_after_the_other(tiny_target, loaded_target, embed_head):
-    compiled = Target(TargetConfig(model=str(tiny_target), device="cpu"), "float32")
-    compiled.compile(backend="eager")
-    prompt, sampling = prompt_of(1), Sampling(8, NEVER)
-    for name in ("eagle", "eagle3", "eagle", "eagle3, 3.1's norms"):
-        method = grown(make_draft(loaded_target, embed_head, VARIANTS[name]), depth=4, top_k=4, nodes=20)
-        assert speculative(compiled, method, prompt, sampling).tokens == greedy(loaded_target, prompt, 8)
+    deep, prompt = TREES["deep"], prompt_of(1)
+    for name, tree in (("eagle3", deep), KINDS["jakiro, static, drawn"], ("eagle3, 3.1's norms", deep)):
+        method = grown(make_draft(loaded_target, embed_head, VARIANTS[name]), **tree)
+        for sampling in (Sampling(12, NEVER), Sampling(12, NEVER, temperature=1.0, seed=1)):
+            want = speculative(loaded_target, method, prompt, sampling)
+            assert speculative(compiled, method, prompt, sampling).tokens == want.tokens
+            assert plain(compiled, prompt, sampling).tokens == plain(loaded_target, prompt, sampling).tokens
 
 
 def test_plain_decoding_is_transformers_greedy_search(loaded_target):
@@ -278,12 +239,6 @@ def test_a_draft_that_is_right_at_depth_one_only_has_tau_two(loaded_target, tree
     assert (got.acceptance.tau, got.acceptance.accepted, got.depths) == (2.0, [6, 6], [0, *[1, 0] * 6])
 
 
-@pytest.mark.parametrize("tree", ORACLE_TREES)
-def test_a_draft_that_sometimes_agrees_lies_between(loaded_target, tree):
-    got = decode_with(loaded_target, lambda position, depth: position % 5 not in (0, 1), tree, 41)
-    assert 1 < got.acceptance.tau < tree["depth"] + 1
-
-
 # -- where decoding ends -------------------------------------------------------------------------------------------
 
 
@@ -319,21 +274,6 @@ def test_a_stop_id_as_first_token_ends_at_once(loaded_target):
     assert (got.tokens, got.acceptance.passes) == (first, 0)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "already", "want"),
-    [
-        ([1, 2, 3], 0, ([1, 2, 3], False)),
-        ([1, 9, 3], 0, ([1, 9], True)),
-        ([9], 4, ([9], True)),
-        ([1, 2, 9], 8, ([1, 2], True)),  # the limit comes before the stop id
-        ([1, 2], 8, ([1, 2], True)),
-        ([1, 8, 9], 0, ([1, 8], True)),
-    ],
-)
-def test_trimming(tokens, already, want):
-    assert Sampling(10, frozenset({8, 9})).trimmed(tokens, already) == want
-
-
 def test_a_prompt_that_leaves_no_room_is_refused(loaded_target, embed_head):
     draft = grown(make_draft(loaded_target, embed_head, VARIANTS["eagle"]), depth=3, top_k=2, nodes=5)
     sampling = Sampling(24, NEVER)
@@ -343,18 +283,12 @@ def test_a_prompt_that_leaves_no_room_is_refused(loaded_target, embed_head):
         speculative(loaded_target, draft, [1] * 998, sampling)
 
 
-def test_the_longest_prompt_that_fits_is_decoded(loaded_target, embed_head):
-    draft = grown(make_draft(loaded_target, embed_head, VARIANTS["eagle"]), depth=3, top_k=2, nodes=5)
-    prompt = prompt_of(2, 1024 - 4 - 3)
-    got = speculative(loaded_target, draft, prompt, Sampling(4, NEVER))
-    assert got.tokens == greedy(loaded_target, prompt, 4)
-
-
+@pytest.mark.parametrize("length", [1, 400, 1024 - 4 - 3], ids=["one token", "longer than any taught", "the longest"])
 @pytest.mark.parametrize("variant", ["eagle", "jakiro"])
-def test_a_prompt_of_one_token_is_decoded(loaded_target, embed_head, variant):
-    draft = grown(make_draft(loaded_target, embed_head, VARIANTS[variant]), **TREES["usual"])
-    got = speculative(loaded_target, draft, [65], Sampling(12, NEVER))
-    assert got.tokens == greedy(loaded_target, [65], 12)
+def test_a_prompt_of_any_length_is_decoded(loaded_target, embed_head, variant, length):
+    draft = grown(make_draft(loaded_target, embed_head, VARIANTS[variant]), depth=3, top_k=2, nodes=5)
+    prompt = prompt_of(9, length)
+    assert speculative(loaded_target, draft, prompt, Sampling(4, NEVER)).tokens == greedy(loaded_target, prompt, 4)
 
 
 # -- the target's pass over a tree ----------------------------------------------------------------------------------
@@ -376,123 +310,6 @@ def test_every_nodes_states_are_a_plain_forwards_of_its_path_whatever_was_accept
             assert torch.allclose(states.final_ND[node], want.final_ND[0], atol=1e-5, rtol=1e-5)
             assert torch.allclose(states.auxiliary_NSD[node], want.auxiliary_NSD[0], atol=1e-5, rtol=1e-5)
             assert torch.allclose(logits_NV[node], loaded_target.head(want.final_ND[0]), atol=1e-5, rtol=1e-5)
-
-
-ROLLED = ["eagle3", "eagle3, 3.1's norms", "eagle3, others' options", "sparse on eagle-3"]
-
-
-@pytest.mark.parametrize("name", ROLLED)
-@torch.inference_mode()
-def test_a_roll_out_in_training_is_a_chain_in_decoding(loaded_target, embed_head, name):
-    """Pass s at position i is the draft's s-th forward along a chain whose verified prefix ends s - 1 positions before
-    i.
-    """
-    config = replace(VARIANTS[name], ttt_steps=3)
-    draft = make_draft(loaded_target, embed_head, config)
-    states = states_for(draft, 12, 2)
-    final = torch.randn(12, 32, generator=torch.Generator().manual_seed(1)) if not draft.needs.final else states[:, 0]
-    row = Row("x", prompt_array(12), torch.ones(12, dtype=torch.uint8).numpy(), final, states[:, draft.needs.final :])
-    batch = collate([row], Horizons([1]), {1: 10}, auxiliary=range(len(draft.needs.auxiliary)))
-    trained, tokens = draft(batch)[0], row.input_ids.tolist()
-    for begin in range(1, 9):
-        state = draft.open()
-        answer = draft.start(state, RoundInput(tokens[: begin + 1], states[:begin]), DraftRequest())
-        seen = torch.zeros(1, 0, dtype=torch.bool)
-        for depth in (1, 2):
-            seen = torch.cat([seen, torch.ones(1, 1, dtype=torch.bool)], dim=1)
-            token = batch.tokens_BT[0, begin + depth - 1 : begin + depth]
-            answer = draft.step(state, Frontier(token, answer.carry_WD, seen, depth), DraftRequest())
-            want = draft.carried(trained[draft.config.levels - 1 + depth][0, begin + depth - 1])
-            assert torch.allclose(answer.carry_WD[0], want, atol=1e-4, rtol=1e-4)  # random weights ten times the usual
-
-
-def prompt_array(length):
-    return torch.tensor(prompt_of(5, length), dtype=torch.int32).numpy()
-
-
-# -- the draft's cache ----------------------------------------------------------------------------------------------
-
-
-@torch.inference_mode()
-def training_time(draft, features_TD, tokens_T, depth=0):
-    """The answers of the training forward at every position, all branches."""
-    places, mask = torch.arange(len(tokens_T)), None
-    if draft.config.window:
-        mask = additive(ttt_visible(1, places, None, draft.config.window), torch.float32)[:, None]
-    u = draft._trunk(features_TD[None], tokens_T[None], places[None], mask, None)
-    return [feature[0] for feature in draft.heads(u).ahead]
-
-
-def same_answer(draft, answer, row, branches, place):
-    assert torch.allclose(answer.carry_WD[row], draft.carried(branches[0][place]), atol=1e-5, rtol=1e-5)
-    for logits, branch in zip(answer.logits_LWU, branches, strict=False):
-        assert torch.allclose(logits[row], draft.logits(branch[place]), atol=1e-5, rtol=1e-5)
-
-
-def random_tokens(count, seed=0):
-    return torch.randint(0, 260, (count,), generator=torch.Generator().manual_seed(seed))
-
-
-def seen_from(tokens, states, begin, end):
-    """What a round begins with that is given the inputs from `begin` to `end`; token 0 stands before all."""
-    return RoundInput([0, *tokens[:end].tolist()], states[begin:end])
-
-
-@pytest.mark.parametrize("variant", ONE_LAYER)
-@torch.inference_mode()
-def test_starting_in_pieces_is_the_training_forward(loaded_target, embed_head, variant):
-    draft = make_draft(loaded_target, embed_head, VARIANTS[variant])
-    states, tokens = states_for(draft, 20), random_tokens(20)
-    whole, state, begin = training_time(draft, draft.features(states), tokens), draft.open(), 0
-    levels = draft.config.levels
-    for count in (7, 1, 4, 1, 1, 6):
-        request = DraftRequest(levels if count > 1 else 1)
-        answer = draft.start(state, seen_from(tokens, states, begin, begin + count), request)
-        begin += count
-        assert answer.carry_WD.shape == (1, 32) and state.verified == begin
-        assert len(answer.logits_LWU) == request.levels
-        same_answer(draft, answer, 0, whole, begin - 1)
-
-
-def two_levels(draft, state, seed):
-    """Forwards three nodes of depth 1, then three of depth 2 (children of rows 0, 2, 0): answers and inputs."""
-    carry, tokens = torch.randn(6, 32, generator=torch.Generator().manual_seed(seed)), random_tokens(6, seed)
-    eye = torch.eye(3, dtype=torch.bool)
-    first = draft.step(state, Frontier(tokens[:3], carry[:3], eye, 1), DraftRequest(draft.config.levels))
-    seen = torch.cat([eye[[0, 2, 0]], eye], dim=1)
-    second = draft.step(state, Frontier(tokens[3:], carry[3:], seen, 2), DraftRequest(draft.config.levels))
-    return first, second, carry, tokens
-
-
-@pytest.mark.parametrize("variant", ONE_LAYER)
-@torch.inference_mode()
-def test_a_step_is_the_training_forward_of_each_nodes_path(loaded_target, embed_head, variant):
-    draft = make_draft(loaded_target, embed_head, VARIANTS[variant])
-    states, tokens, state = states_for(draft, 9), random_tokens(9), draft.open()
-    draft.start(state, seen_from(tokens, states, 0, 9), DraftRequest())
-    first, second, below, below_tokens = two_levels(draft, state, seed=1)
-    for answer, row, path in [(first, w, [w]) for w in range(3)] + [
-        (second, w, [parent, 3 + w]) for w, parent in enumerate([0, 2, 0])
-    ]:
-        whole = torch.cat([draft.features(states), below[path]]), torch.cat([tokens, below_tokens[path]])
-        branches = training_time(draft, *whole, len(path))
-        same_answer(draft, answer, row, branches, -1)
-
-
-@pytest.mark.parametrize("variant", ONE_LAYER)
-@torch.inference_mode()
-def test_a_rejected_tree_leaves_no_trace_in_the_drafts_cache(loaded_target, embed_head, variant):
-    draft = make_draft(loaded_target, embed_head, VARIANTS[variant])
-    states, tokens = states_for(draft, 15), random_tokens(15)
-    used, clean = draft.open(), draft.open()
-    for begin, end in ((0, 8), (8, 9), (9, 12), (12, 15)):
-        after_tree = draft.start(used, seen_from(tokens, states, begin, end), DraftRequest())
-        without = draft.start(clean, seen_from(tokens, states, begin, end), DraftRequest())
-        assert torch.equal(after_tree.carry_WD, without.carry_WD)
-        assert torch.equal(after_tree.logits_LWU[0], without.logits_LWU[0])
-        assert used.cache.layers[0].length == clean.cache.layers[0].length == end - used.gone
-        two_levels(draft, used, seed=begin)
-    same_answer(draft, after_tree, 0, training_time(draft, draft.features(states), tokens), -1)
 
 
 @pytest.mark.parametrize("variant", ["eagle", "eagle3"])

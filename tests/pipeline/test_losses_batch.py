@@ -149,10 +149,6 @@ def sums_of(said, batch, head):
     return term_sums(asked, labels, head)
 
 
-def one_term(prediction, batch, horizon, head):
-    return sums_of({"one": (horizon, prediction)}, batch, head)["one"]
-
-
 @pytest.mark.parametrize("rows_per_chunk", [1, 2, 5, 1000])
 def test_term_sums_are_the_direct_ones_in_value_and_gradient(monkeypatch, rows_per_chunk):
     """Of two terms at once, which share their teacher's rows, whichever of them either trains."""
@@ -191,35 +187,10 @@ def test_a_gpus_chunk_goes_by_the_memory_it_has_and_a_cpus_by_its_cache(monkeypa
     assert losses.chunk_rows(1_000_000 * 2, cpu) == 16
 
 
-def test_term_sums_see_only_trained_positions():
-    """Neither a value nor a gradient comes from elsewhere, padding included."""
-    batch, head = collate(ROWS, Horizons([1, 2]), {1: 1, 2: 1}), make_head()
-    first = torch.randn(batch.hidden_BTD.shape, generator=torch.Generator().manual_seed(5)).requires_grad_()
-    for horizon in (1, 2):
-        mask = mask_of(batch, horizon)
-        second = torch.where(mask[..., None], first, 1e3 + first).detach().requires_grad_()
-        got, other = (one_term(x, batch, horizon, head) for x in (first, second))
-        assert all(torch.equal(got[name], other[name]) for name in got)
-        other["classification"].backward()
-        assert (second.grad[~mask] == 0).all() and (second.grad[mask] != 0).any()
-
-
-@pytest.mark.parametrize("horizon", [1, 2])
-@pytest.mark.parametrize("lengths", [[1], [2, 1], [3]])
-def test_batches_without_a_trained_position_give_zeros(lengths, horizon):
-    rows = [row_of(length, length, [0] * length) for length in lengths]
-    batch = collate(rows, Horizons([1, 2]), {1: 0, 2: 0})
-    prediction = torch.zeros_like(batch.hidden_BTD).requires_grad_()
-    got = one_term(prediction, batch, horizon, make_head())
-    assert {name: value.item() for name, value in got.items()} == dict.fromkeys(got, 0)
-    (got["regression"] + got["classification"]).backward()
-    assert (prediction.grad == 0).all()
-
-
 def test_gradients_are_formed_only_where_they_are_asked_for():
     batch = collate(ROWS, Horizons([1]), {1: 1})
-    got = one_term(torch.zeros_like(batch.hidden_BTD), batch, 1, make_head())
-    assert not got["classification"].requires_grad
+    got = sums_of({"one": (1, torch.zeros_like(batch.hidden_BTD))}, batch, make_head())
+    assert not got["one"]["classification"].requires_grad
 
 
 # -- a draft's whole loss -------------------------------------------------------------------------------------------

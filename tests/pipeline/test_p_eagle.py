@@ -11,7 +11,7 @@ from pipeline.decoding.contract import DraftRequest, RoundInput
 from pipeline.drafts import objective_of
 from pipeline.drafts.parallel import p_eagle
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
-from pipeline.features.batch import collate, collate_packed
+from pipeline.features.batch import collate
 from pipeline.features.schema import Row
 from pipeline.lm.attention import additive, behind
 from tests.pipeline.taught import make_draft, prompt_of
@@ -68,15 +68,6 @@ def test_each_guess_is_that_of_a_causal_forward_of_its_own(draft):
             assert torch.allclose(feature, alone(draft, rows[row], place, depth), atol=1e-5)
             checked += 1
     assert checked > 20
-
-
-@torch.inference_mode()
-def test_packed_behind_each_other_they_guess_the_same(draft):
-    rows, objective = [row_of(1, 13), row_of(2, 7)], objective_of(draft.config)
-    positions = (objective.positions(row.input_ids, row.loss_mask) for row in rows)
-    packed = collate_packed([rows], positions, dict.fromkeys(objective.groups, 10), auxiliary=range(SOURCES))
-    for features, want in zip(draft(packed)[0], draft(batch_of(draft, rows))[0], strict=True):
-        assert torch.allclose(features, want, atol=1e-5)
 
 
 @torch.inference_mode()

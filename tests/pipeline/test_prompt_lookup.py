@@ -185,7 +185,7 @@ def test_a_corpus_stays_on_this_machine():
     assert config.public() == PromptLookupConfig() and "notes" not in str(config.public().to_json())
 
 
-def test_settings_that_make_no_sense_are_refused():
+def test_a_tree_that_it_has_no_ranks_or_experts_for_is_refused():
     with pytest.raises(ValueError, match="no ranks for a static tree"):
         PromptLookupConfig().resolve(TreeConfig(paths="eagle-1"))
     with pytest.raises(ValueError, match="needs several experts"):

@@ -11,7 +11,6 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding.accept import Sampler
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.generate import Sampling
-from pipeline.decoding.tree import build_tree
 from pipeline.drafts.jakiro import JakiroConfig
 from tests.pipeline.scripted import ScriptedDraft, noise_by_path, paths_of, two_experts
 
@@ -222,15 +221,6 @@ def test_a_vocabulary_smaller_than_top_k_gives_all_its_tokens_once():
     assert len(set(paths_of(tree))) == 13
 
 
-@pytest.mark.parametrize("depth", [2, 3, 4, 5])
-def test_draft_forwards_per_round(depth):
-    script = noise_by_path(3, 12)
-    plain, hybrid = ScriptedDraft(script), ScriptedDraft(script, noise_by_path(4, 12))
-    assert max(plain.grow(depth=depth, top_k=4, nodes=1 + 4 + 16 * (depth - 1)).depths) == depth
-    assert max(hybrid.grow(depth=depth, top_k=4, nodes=1 + 4 + 16 * (depth - 1), parallel=2).depths) == depth
-    assert (plain.steps, hybrid.steps) == (depth - 1, depth - 2)
-
-
 def test_the_last_hybrid_level_is_gathered_by_parent_and_not_by_rank():
     """Both kept nodes of level 2 descend from B, which is row 1 of its forward: rank 0 would read A's ahead list."""
     following = table({(): {A: 0.5, B: 0.49}, (A,): {A: 0.26, B: 0.25, C: 0.24}, (B,): {D: 0.5, E: 0.45}}, 5)
@@ -387,16 +377,3 @@ def test_at_temperature_0_a_drawn_tree_takes_the_best():
         processing=Sampling(8, frozenset()), chance=Sampler(0), paths="eagle-1", siblings="drawn"
     )
     assert drawn.proposals is None and paths_of(drawn) == paths_of(ScriptedDraft(script).grow(paths="eagle-1"))
-
-
-def test_build_tree_counts_depths_and_ancestors():
-    tree = build_tree(9, [1, 2, 3, 4], [0, 0, 2, 3], torch.device("cpu"))
-    assert (tree.tokens, tree.parents, tree.depths) == ([9, 1, 2, 3, 4], [-1, 0, 0, 2, 3], [0, 1, 1, 2, 3])
-    assert tree.children() == [[1, 2], [], [3], [4], []]
-    assert tree.ancestors_NN.int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 0, 1, 0, 0],
-        [1, 0, 1, 1, 0],
-        [1, 0, 1, 1, 1],
-    ]
