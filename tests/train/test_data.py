@@ -257,7 +257,7 @@ def test_a_packed_row_holds_its_dialogues_one_behind_the_other(store):
             here = slice(begin, begin + len(row.input_ids) - 1)
             assert torch.equal(part.hidden_BTD[b, here], row.hidden_TD[:-1])
             assert torch.equal(part.labels_BTD[b, here], row.hidden_TD[1:])
-            assert mask_of(part, 1)[b, here].tolist() == trained(row.loss_mask, 1, "predicted").tolist()
+            assert mask_of(part, 1)[b, here].tolist() == trained(row.loss_mask, 1).tolist()
             assert part.begins_BT[b, here].tolist() == [begin] * (here.stop - begin)
             begin = here.stop
         assert part.begins_BT[b, begin:].tolist() == [begin] * (20 - begin)
