@@ -59,9 +59,9 @@ def room_for(crew: Crew, nodes: list[dict[str, float]]) -> float:
     to run on a CPU, else none. Raises PipelineError where there is no room for one worker, or not for all of a crew
     that works at once.
     """
-    taken = crew.device == "cuda" or (crew.device != "cpu" and any(node.get("GPU", 0) for node in nodes))
-    gpus = float(taken) if crew.gpus is None else crew.gpus
-    if taken and not gpus:  # Ray does not know that they are taken
+    on_gpu = crew.device == "cuda" or (crew.device != "cpu" and any(node.get("GPU", 0) for node in nodes))
+    gpus = float(on_gpu) if crew.gpus is None else crew.gpus
+    if on_gpu and not gpus:  # Ray would not know that one is taken
         raise PipelineError(
             f"{crew.section}.gpus_per_worker=0, but target.device={crew.device!r} would have every worker of a node on "
             "its first GPU. Leave it out (one GPU a worker), or set target.device='cpu'"

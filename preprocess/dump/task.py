@@ -105,7 +105,7 @@ class ShardTask:
     split: str
     index: int
     documents: list[Any]  # each with a `doc_id`, and `content()`: all but that id that its result depends on
-    lost: list[tuple[str, ...]] = field(default_factory=list)  # ids of what each lost worker was busy with
+    losses: list[tuple[str, ...]] = field(default_factory=list)  # ids of what each lost worker was busy with
     suspects: tuple[str, ...] = ()  # ids of dialogues to be worked on alone first: one of them kills workers
     set_aside: dict[str, str] = field(default_factory=dict)  # id -> reason: dialogues that are left out
 
@@ -147,14 +147,14 @@ def next_try(task: ShardTask, busy: tuple[str, ...], why: str, batch_key: str) -
     """
     if not busy:  # between two batches
         return task
-    before = Counter(doc_id for batch in task.lost if len(batch) > 1 for doc_id in batch)
+    before = Counter(doc_id for batch in task.losses if len(batch) > 1 for doc_id in batch)
     if len(busy) > 1 and all(before[doc_id] > 1 for doc_id in busy):
         raise PipelineError(
             f"{task.title} lost workers on the same dialogues again and again, the last one because: {why} Each "
             f"of them comes through alone, so the batch is too large: lower {batch_key} and run the job again"
         )
-    again = busy in task.lost
-    task = replace(task, lost=[*task.lost, busy])
+    again = busy in task.losses
+    task = replace(task, losses=[*task.losses, busy])
     if len(busy) > 1:
         return replace(task, suspects=tuple(doc_id for doc_id in busy if before[doc_id]))
     (doc_id,) = busy

@@ -120,9 +120,9 @@ class Hasty(Pool):
                 yield NOT_YET
             yield from map(Task, titles[1:])
 
-        found = [(task.title, record) for task, record in self.results(tasks(), watch)]
-        assert len(found) == len(titles)
-        return dict(found)
+        pairs = [(task.title, record) for task, record in self.results(tasks(), watch)]
+        assert len(pairs) == len(titles)
+        return dict(pairs)
 
 
 @pytest.mark.real
@@ -139,8 +139,8 @@ def test_every_task_is_done_once_whoever_dies_hangs_or_raises(tmp_path, monkeypa
         (tmp_path / f"seen {done}, {doing}").touch()
 
     faults, variables = ("hangs", "dies", "raises"), {PASSED_ON[0]: "1", "CUDA_VISIBLE_DEVICES": ""}
-    found = pool.records("slow", *faults, "counts", "is sound", *variables, watch=watch)
-    assert found == dict.fromkeys(["slow", *faults, "counts", "is sound"], "done") | variables
+    records = pool.records("slow", *faults, "counts", "is sound", *variables, watch=watch)
+    assert records == dict.fromkeys(["slow", *faults, "counts", "is sound"], "done") | variables
     why = {title: why for title, busy, why in pool.lost if busy == (f"an item of {title}",)}
     assert why.keys() == set(faults) and len(pool.lost) == 3
     assert "no sign of life" in why["hangs"] and why["raises"] == "ValueError: no https://host/x"

@@ -125,7 +125,8 @@ def test_either_side_is_killed_and_two_ranks_make_the_weights_of_a_stored_run(du
     recipe = prepared(dumped, output)
     first = feeder(dumped, recipe)
     with watched(recipe.paths.features) as seen, ThreadPoolExecutor(1) as thread:
-        kill_training(dumped, output, lambda: steps_so_far(output) >= 7, *sets, *FED, ranks=2)
+        happened = lambda: steps_so_far(output) >= 7 or first.poll() is not None  # noqa: E731
+        kill_training(dumped, output, happened, *sets, *FED, ranks=2)
         assert first.poll() is None
         training = thread.submit(run_training, dumped, output, *sets, *FED, ranks=2)
         wait_until(lambda: training.done() or steps_so_far(output) >= 12)
