@@ -211,8 +211,8 @@ def test_other_answers_keep_the_rest_of_the_dump(job, tmp_path):
     stamps = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "features").glob("*.arrow")}
     sets = [f"output={tmp_path}", "data.calibration_prompts=2", "features.answer_tokens=5"]
     changed = load_recipe(recipe, sets)
-    said = r"\(data.calibration_prompts: 4 -> 2, features.answer_tokens: 12 -> 5\)"
-    with pytest.raises(PipelineError, match=said):
+    message = r"\(data.calibration_prompts: 4 -> 2, features.answer_tokens: 12 -> 5\)"
+    with pytest.raises(PipelineError, match=message):
         training.stores(changed, feature_spec(changed))
     assert features_state(changed) == (False, "answers to calibration prompts are to be given anew")
     dump_here(changed)
