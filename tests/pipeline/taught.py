@@ -202,7 +202,11 @@ def taught(target, embed_head, config, prompt, answer, steps=150):
     optimizer = torch.optim.AdamW(draft.parameters(), lr=5e-3)
     for _ in range(steps):
         optimizer.zero_grad()
-        objective.loss(draft, batch)[0].backward()
+        loss, sums = objective.loss(draft, batch)
+        agreed = [part["agree"] == part["positions"] for part in sums.values() if "agree" in part]
+        if agreed and all(agreed):  # it knows it
+            break
+        loss.backward()
         optimizer.step()
     return draft.eval().requires_grad_(False)
 

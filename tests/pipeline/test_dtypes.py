@@ -12,7 +12,7 @@ from pipeline.recipe import dtypes
 from pipeline.recipe.dtypes import KEPT
 from pipeline.recipe.identity import dump_hash, run_hash
 from pipeline.recipe.load import load_recipe
-from tests.kit import dump_here, recipe_tree, run_command, write_recipe, write_sharegpt
+from tests.kit import dump_here, recipe_tree, run_command, run_warm, write_recipe, write_sharegpt
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_an_explicit_dtype_is_not_what_auto_became(recipe_file, machine):
 
 @pytest.mark.parametrize("stage", ["preprocess/dump_features.py", "eval/main.py"])
 def test_every_stage_keeps_the_dtypes(recipe_file, stage):
-    run_command([sys.executable, stage, str(recipe_file), "--set", "data.source=nowhere.json"])
+    run_warm([sys.executable, stage, str(recipe_file), "--set", "data.source=nowhere.json"])
     recipe = load_recipe(recipe_file)
     assert json.loads((recipe.paths.run / KEPT).read_text()) == dict.fromkeys(dtypes.SECTIONS, recipe.target.dtype)
 

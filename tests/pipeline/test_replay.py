@@ -10,13 +10,20 @@ from pipeline.decoding import replay
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.generate import Sampling, plain, speculative
-from tests.pipeline.taught import NEVER, VARIANTS, greedy, grown, prompt_of, taught
+from tests.pipeline.taught import NEVER, VARIANTS, grown, make_draft, taught
 
 
 @pytest.fixture(scope="module")
-def text(loaded_target):
-    prompt = prompt_of(3)
-    return prompt, greedy(loaded_target, prompt, 48)
+def half_taught(loaded_target, embed_head, text):
+    """By name of a variant: a draft that knows some of the text."""
+
+    class Taught(dict):
+        def __missing__(self, name):
+            steps = 60 if "eagle3" not in name else 120
+            self[name] = taught(loaded_target, embed_head, VARIANTS[name], *text, steps=steps)
+            return self[name]
+
+    return Taught()
 
 
 @pytest.mark.parametrize(
@@ -27,9 +34,9 @@ def text(loaded_target):
         *[("skipper", 0.1), ("dflash", 0.0), ("dflash, reduced", 0.0), ("dspark, reduced", 0.0), ("p-eagle", 0.0)],
     ],
 )
-def test_the_replay_counts_what_decoding_does(loaded_target, embed_head, text, name, temperature):
+def test_the_replay_counts_what_decoding_does(loaded_target, text, half_taught, name, temperature):
     """Tokens and rounds of every tree, from one large tree a place: not an estimate."""
-    draft = taught(loaded_target, embed_head, VARIANTS[name], *text, steps=60 if "eagle3" not in name else 120)
+    draft = half_taught[name]
     prompt, sampling = text[0], Sampling(24, NEVER, temperature=temperature, seed=0)
     answer = plain(loaded_target, prompt, sampling).tokens
     tokens = prompt + answer
@@ -61,8 +68,8 @@ def test_the_replay_counts_what_decoding_does(loaded_target, embed_head, text, n
         ("hydra++", {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]]}),
     ],
 )
-def test_what_is_counted_without_the_target_is_what_decoding_counts(loaded_target, embed_head, text, name, tree):
-    method = grown(taught(loaded_target, embed_head, VARIANTS[name], *text, steps=60), **tree)
+def test_what_is_counted_without_the_target_is_what_decoding_counts(loaded_target, text, half_taught, name, tree):
+    method = grown(half_taught[name], **tree)
     prompt, count = text[0], 24
     want = speculative(loaded_target, method, prompt, Sampling(count, NEVER))
     tokens = prompt + want.tokens
@@ -74,10 +81,10 @@ def test_what_is_counted_without_the_target_is_what_decoding_counts(loaded_targe
 
 @pytest.mark.parametrize("tree", [{"depth": 3, "top_k": 3, "nodes": 6}, {"depth": 2, "top_k": 5, "nodes": 4}])
 def test_equal_scores_are_counted_in_the_order_in_which_trees_are_grown(
-    loaded_target, embed_head, text, tree, monkeypatch
+    loaded_target, text, half_taught, tree, monkeypatch
 ):
     """Below float32 many candidates score alike, and the last node of a tree is one of several."""
-    method = grown(taught(loaded_target, embed_head, VARIANTS["eagle"], *text, steps=60), **tree)
+    method = grown(half_taught["eagle"], **tree)
     sharp = method.draft.logits
     monkeypatch.setattr(method.draft, "logits", lambda hidden: (sharp(hidden) / 4).round())
     tokens = text[0] + text[1]
@@ -87,8 +94,8 @@ def test_equal_scores_are_counted_in_the_order_in_which_trees_are_grown(
 
 
 @pytest.mark.parametrize("tree", [{"depth": 2, "top_k": 2, "nodes": 4}, {"paths": "eagle-1"}])
-def test_an_answer_of_one_token_has_no_round(loaded_target, embed_head, text, tree):
-    method = grown(taught(loaded_target, embed_head, VARIANTS["eagle"], *text, steps=1), **tree)
+def test_an_answer_of_one_token_has_no_round(loaded_target, text, half_taught, tree):
+    method = grown(half_taught["eagle"], **tree)
     tokens = text[0] + text[1][:1]
     assert replay.counted(method, loaded_target.states(tokens), tokens, len(text[0])) == Acceptance()
 
@@ -104,7 +111,7 @@ def test_a_walk_by_hand():
 
 
 def test_a_draft_whose_logits_are_not_finite_is_refused_by_name(embed_head, loaded_target, text):
-    draft = taught(loaded_target, embed_head, VARIANTS["eagle"], *text, steps=1)
+    draft = make_draft(loaded_target, embed_head, VARIANTS["eagle"])
     draft.name = "broken"
     with torch.no_grad():
         draft.fc.weight.fill_(float("nan"))
