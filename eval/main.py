@@ -37,7 +37,6 @@ from pipeline.basics.progress import publish
 from pipeline.basics.public import public_name
 from pipeline.decoding.method import Method
 from pipeline.drafts import kind_of
-from pipeline.drafts.small_model import small_models
 from pipeline.lm.model import identify, load_tokenizer, parameter_count_of
 from pipeline.lm.template import template_settings
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
@@ -54,7 +53,7 @@ def measured_already(path: Path, key: str) -> bool:
 def facts_of(job: Job, method: Method) -> dict:
     """What the report says of a method, measured figures apart."""
     recipe, name = job.recipe, method.draft
-    config, asked = recipe.draft[name], small_models(recipe.draft).get(name)
+    config, asked = recipe.draft[name], recipe.small_models.get(name)
     training = checkpoint.read_config(recipe.paths.draft(name)).training if config.trained else {}
     return {
         "kind": kind_of(config),

@@ -26,7 +26,7 @@ from pipeline.decoding.method import Method
 from pipeline.drafts import make_untrained
 from pipeline.drafts.lookup.corpus import corpora_of
 from pipeline.drafts.parts.layers import shapes_of
-from pipeline.drafts.small_model import SmallModel, small_models
+from pipeline.drafts.small_model import SmallModel
 from pipeline.lm.model import Target, fingerprint, identify, load_reader
 from pipeline.recipe.checks import TUNED
 from pipeline.recipe.differences import differences
@@ -49,7 +49,7 @@ def digests_of(recipe: Recipe) -> Digests:
     fetch(recipe)
     found: Digests = {name: next(iter(corpora_of([config])), None) for name, config in recipe.draft.items()}
     found |= {name: checkpoint.require_trained_under(recipe, name).weights_sha256 for name in recipe.trained}
-    return found | {name: fingerprint(asked) for name, asked in small_models(recipe.draft).items()}
+    return found | {name: fingerprint(asked) for name, asked in recipe.small_models.items()}
 
 
 def methods_of(recipe: Recipe, tuned_alone: bool = False, digests: Digests | None = None) -> dict[str, Method]:
@@ -175,9 +175,7 @@ def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, S
             drafts[name] = draft = make_untrained(config, shapes_of(target.config), lambda: target.tokenizer)
             draft.name = name
             if isinstance(draft, SmallModel):
-                draft.read_by(
-                    *load_reader(small_models(recipe.draft)[name], target.device, target.dtype), target.tokenizer
-                )
+                draft.read_by(*load_reader(recipe.small_models[name], target.device, target.dtype), target.tokenizer)
             continue
         draft = checkpoint.load(recipe.paths.draft(name), target_fingerprint).to(target.device, target.dtype)
         draft.bind(embed_head)

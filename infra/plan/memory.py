@@ -15,7 +15,6 @@ from pipeline.basics.accelerator import accelerator
 from pipeline.drafts import DraftConfig, TrainedDraft, build, objective_of, parameter_count
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.parts.losses import chunk_rows
-from pipeline.drafts.small_model import small_models
 from pipeline.features.batch import Batch
 from pipeline.features.positions import Group, Positions
 from pipeline.features.schema import FeatureSpec, arrow_schema, token_bytes
@@ -86,7 +85,7 @@ def evaluation_bytes(recipe: Recipe) -> float:
     cache = 2 * config.num_hidden_layers * shapes["num_key_value_heads"] * shapes["head_dim"] * length
     with torch.device("meta"):
         drafts = sum(parameter_count(build(recipe.draft[name], shapes)) for name in recipe.trained)
-    drafts += sum(map(parameter_count_of, small_models(recipe.draft).values()))
+    drafts += sum(map(parameter_count_of, recipe.small_models.values()))
     target = parameter_count_of(recipe.target) * (2 if recipe.eval.pack_linears else 1)
     return (target + cache + drafts) * DTYPES[recipe.eval.dtype].itemsize
 

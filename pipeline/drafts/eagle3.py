@@ -67,7 +67,7 @@ class Eagle3FrameConfig(FusedConfig, OneLayerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TestTimeConfig(Eagle3FrameConfig):
+class TrainingTimeTestConfig(Eagle3FrameConfig):
     ttt_steps: int = 7  # training-time test: forwards of a batch; from the second on, features are the draft's own
 
     def __post_init__(self):
@@ -83,7 +83,7 @@ class TestTimeConfig(Eagle3FrameConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config(DenseConfig, TestTimeConfig):
+class Eagle3Config(DenseConfig, TrainingTimeTestConfig):
     description: ClassVar = (
         "EAGLE-3 ([2503.01840](https://arxiv.org/abs/2503.01840)), one dense layer on fused features,"
     )

@@ -23,7 +23,7 @@ from torch._guards import detect_fake_mode
 from pipeline.basics.settings import Settings
 from pipeline.drafts.eagle import NAMES as OF_EAGLE
 from pipeline.drafts.eagle import NO_BIAS, EagleFrame, EagleFrameConfig
-from pipeline.drafts.eagle3 import BY_NUMBER, Eagle3Frame, TestTimeConfig
+from pipeline.drafts.eagle3 import BY_NUMBER, Eagle3Frame, TrainingTimeTestConfig
 from pipeline.drafts.eagle3 import NAMES as OF_EAGLE3
 from pipeline.drafts.parts.layers import swiglu
 from pipeline.drafts.parts.losses import Term
@@ -77,7 +77,7 @@ class JakiroConfig(ExpertsConfig, EagleFrameConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JakiroOnEagle3Config(ExpertsConfig, TestTimeConfig):
+class JakiroOnEagle3Config(ExpertsConfig, TrainingTimeTestConfig):
     description: ClassVar = (
         "Jakiro ([2502.06282](https://arxiv.org/abs/2502.06282)) on EAGLE-3's frame, a mixture of experts in one layer,"
     )

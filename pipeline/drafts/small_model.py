@@ -5,7 +5,6 @@ first token that it sees is t_1, since a batch pairs every token with the state 
 else's, of the target's tokenizer, and sees the whole text.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -23,7 +22,6 @@ from pipeline.drafts.parts.module import TrainedDraft
 from pipeline.drafts.parts.names import WHOLE, Export, Form, Names
 from pipeline.drafts.parts.reads_text import ReadsText
 from pipeline.lm.attention import FULL, GROUPED, whole_texts
-from pipeline.lm.config import TargetConfig
 from pipeline.lm.embedding_head import known_tokens
 from pipeline.lm.states import Needs
 from pipeline.lm.verifier import Verifier
@@ -160,16 +158,6 @@ class SmallModelConfig(DraftConfig):
 
     def needs(self, target_layers: int) -> Needs:
         return Needs(final=False)
-
-
-def small_models(drafts: Mapping[str, DraftConfig]) -> dict[str, TargetConfig]:
-    """Those of these drafts that are somebody's models, as a target would be asked for."""
-    keys = ("model", "revision", "trust_remote_code")
-    return {
-        name: TargetConfig(**{key: getattr(config, key) for key in keys})
-        for name, config in drafts.items()
-        if isinstance(config, SmallModelConfig)
-    }
 
 
 class SmallModel(ReadsText, Drafting):

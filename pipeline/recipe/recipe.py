@@ -14,7 +14,9 @@ from pipeline.basics.section import Name
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.method import Method
 from pipeline.drafts import DRAFTS, DraftConfig, kind_of
+from pipeline.drafts.small_model import SmallModelConfig
 from pipeline.features.schema import FP8
+from pipeline.lm.config import TargetConfig
 from pipeline.recipe.checks import complaints
 from pipeline.recipe.sections import Outline, TrainConfig
 
@@ -156,6 +158,16 @@ class Recipe(Outline):
         """
         parallel = self.target.tensor_parallel if self.target.device != "cpu" else 1
         return float(parallel) if parallel > 1 else self.features.gpus_per_worker
+
+    @property
+    def small_models(self) -> dict[str, TargetConfig]:
+        """The drafts that are somebody's models, as a target would be asked for."""
+        keys = ("model", "revision", "trust_remote_code")
+        return {
+            name: TargetConfig(**{key: getattr(config, key) for key in keys})
+            for name, config in self.draft.items()
+            if isinstance(config, SmallModelConfig)
+        }
 
     def with_features(self, **changes: Any) -> "Recipe":
         """A copy with other keys of [features]; not validated."""

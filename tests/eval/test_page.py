@@ -83,7 +83,8 @@ def written(job, tmp_path) -> Path:
     plt.close(figure)
     provenance = {"hardware": "a GPU & more", "code_revision": "a"}
     measured = {"provenance": provenance, "samples": report.samples(job, records(job), byte_tokenizer())}
-    facts = {"recipe": job.recipe, "training": {"parameters": 12345}, "measured": measured, "trees": {"jakiro": "deep"}}
+    facts = {"recipe": job.recipe, "recipe_hash": "0" * 16, "training": {"parameters": 12345}, "measured": measured}
+    facts |= {"trees": {"jakiro": "deep"}}
     facts |= {"name": "tiny-" + "x" * 90, "kind": "jakiro", "article": "a", "target_name": "me/target"}
     facts |= {"method": "jakiro", "alone": "jakiro", "faster": "`eagle` was faster.", "explanation": "tau = ..."}
     write_text(tmp_path / "report.html", page(facts, rows, [plot]))
