@@ -156,6 +156,9 @@ def test_names_and_settings_are_the_engines_and_an_import_gives_the_same_bytes(r
     layer = config.get("transformer_layer_config", config)
     layers = settings.layers if isinstance(settings, DFlashConfig | PEagleConfig) else 1
     assert (layer["num_hidden_layers"], layer["hidden_size"], layer["vocab_size"]) == (layers, 32, 260)
+    assert [f"torch.{layer['torch_dtype']}"] == sorted(
+        {str(x.dtype) for x in weights.values() if x.is_floating_point()}
+    )
     assert layer["rope_theta"] == layer["rope_parameters"]["rope_theta"] == 10000.0 and layer["rope_scaling"] is None
     slides = {"layer_types": ["sliding_attention"] * layers, "sliding_window": 64, "use_sliding_window": True}
     window = getattr(settings, "window", None)

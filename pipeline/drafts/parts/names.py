@@ -109,7 +109,7 @@ def llama_of(draft: DraftModule, weights: dict[str, Tensor]) -> dict[str, Any]:
         "rope_theta": theta,
         "rope_scaling": scaling,
         "rope_parameters": rope,
-        "torch_dtype": str(next(iter(weights.values())).dtype).removeprefix("torch."),
+        "torch_dtype": str(next(filter(Tensor.is_floating_point, weights.values())).dtype).removeprefix("torch."),
     }
     slides = {"layer_types": [SLIDING] * layers, "sliding_window": config.window, "use_sliding_window": True}
     return llama | draft.behind_attention() | (slides if config.window else {})
