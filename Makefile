@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo check first-tests test lint serve-test site
+.PHONY: install demo check first-tests test test-all lint serve-test site
 
 install: $(STAMP)
 
@@ -28,8 +28,14 @@ check: $(STAMP)
 first-tests: $(STAMP)
 	$(BIN)/python -m pytest -p no:xdist -q $(FIRST_TESTS)
 
+TESTS := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python $(TESTS) -m "not long"
+
+# And what takes a minute or more each: two hosts by ssh, jobs of schedulers and clusters, an installed wheel.
+test-all: $(STAMP)
+	$(BIN)/python $(TESTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -17,6 +17,7 @@ from tests.kit import run_warm
 
 
 @pytest.mark.real
+@pytest.mark.long
 def test_every_part_runs_on_a_cpu_with_a_tiny_shape():
     done = run_warm([sys.executable, "-m", "infra.check"], CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -112,6 +112,7 @@ def test_a_wheel_drops_one_package_into_site_packages(wheel):
 
 
 @pytest.mark.real
+@pytest.mark.long
 def test_an_installed_wheel_does_a_whole_run_outside_the_checkout(installed, tiny_target, tmp_path):
     """By the recipe that `new` writes, made small."""
     recipe, data, run = tmp_path / "tiny.toml", write_sharegpt(tmp_path / "data.json", 600), tmp_path / "runs/tiny"

@@ -178,6 +178,7 @@ def short() -> Iterator[str]:
 
 
 @pytest.mark.real
+@pytest.mark.long
 def test_the_slurm_script_dumps_through_a_ray_of_its_own(tiny_target, tmp_path, short):
     """One node, which needs no srun: the cluster, the token and the job are real."""
     tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")

@@ -101,6 +101,7 @@ def test_gpus_that_a_ray_job_asks_for_are_its_own(tiny_target, tmp_path):
 
 
 @pytest.mark.real
+@pytest.mark.long
 def test_ray_runs_all_stages_on_a_cluster_and_again_does_nothing(recipe, tmp_path, taking_jobs):
     """The job brings the recipe alone; the nodes have the project where it is installed."""
     environment = command_environment(PYTHONPATH=str(ROOT / "infra/command"))

@@ -29,7 +29,7 @@ from tests.kit import (
 )
 from tests.loopback import KEYS
 
-pytestmark = [pytest.mark.real, pytest.mark.skipif(bool(hosts.MISSING), reason=hosts.MISSING)]
+pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.skipif(bool(hosts.MISSING), reason=hosts.MISSING)]
 JAKIRO = [str(BIN / "python"), "-c", "import jakiro; jakiro.main()"]
 TOKEN = "5" * 64
 WEIGHTS = "drafts/jakiro/model.safetensors"
@@ -163,7 +163,7 @@ def test_training_across_two_hosts_goes_on_after_one_has_died(three, recipe, alo
     wait_until(lambda: process.poll() is not None or any(resume.rglob("resume.json")))
     assert process.poll() is None, log.read_text()
     b.die()
-    assert process.wait(300) != 0 and "rank 1 on host-b has given no sign of life" in log.read_text(), log.read_text()
+    assert process.wait(300) != 0 and "rank 1 on host-b gave host-a no sign of life" in log.read_text(), log.read_text()
     b.start()
     again = a.run(*launch, **environment)
     assert again.returncode == 0, again.stdout + again.stderr

@@ -17,7 +17,7 @@ from tests import engines
 from tests.kit import PATIENCE, byte_tokenizer, dump_here, recipe_tree, wait_until, write_sharegpt
 from tests.preprocess.test_faults import faulty, watching
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.long]
 COUNT = 12  # dialogues
 (MARK,) = byte_tokenizer()("~")["input_ids"]  # a token of one dialogue
 

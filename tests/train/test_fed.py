@@ -120,6 +120,7 @@ def killed(process: Forked) -> None:
     wait_until(lambda: not holding_files(os.getpgid, process.pid))
 
 
+@pytest.mark.long
 def test_either_side_is_killed_and_two_ranks_make_the_weights_of_a_stored_run(dumped, by_two, tmp_path):
     sets, output = ["train.micro_batch=2"], tmp_path / "fed"
     recipe = prepared(dumped, output)
@@ -181,7 +182,7 @@ def test_drafts_that_train_together_have_the_weights_that_each_has_alone(dumped,
     assert 5 < made <= reads.made(3, 3) < reads.made(3, 3, trainings=2)
 
 
-@pytest.mark.parametrize("place", ["store", "folder"])
+@pytest.mark.parametrize("place", [pytest.param("store", marks=pytest.mark.long), "folder"])
 def test_a_nodes_ranks_read_copies_of_shards_that_come_and_go(
     dumped, by_two, stored, tmp_path, bucket, monkeypatch, place
 ):

@@ -33,6 +33,7 @@ def cluster(tmp_path) -> dict[str, str]:
 
 
 @pytest.mark.real
+@pytest.mark.long
 @pytest.mark.skipif(not (ROOT / ".venv/bin/python").exists(), reason="the script starts the checkout's own .venv")
 def test_the_slurm_script_trains_on_two_nodes_that_are_fed_from_elsewhere(dumped, by_two, tmp_path, cluster):
     """All see one folder. The weights are those of two ranks of a machine that has all shards."""
@@ -46,6 +47,7 @@ def test_the_slurm_script_trains_on_two_nodes_that_are_fed_from_elsewhere(dumped
 
 
 @pytest.mark.real
+@pytest.mark.long
 @pytest.mark.skipif(not (ROOT / ".venv/bin/python").exists(), reason="the script starts the checkout's own .venv")
 def test_its_failure_is_the_jobs(dumped, cluster):
     done = run_command(["bash", "infra/slurm/train.sbatch", "no-such-recipe.toml"], **cluster)
