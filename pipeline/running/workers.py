@@ -223,7 +223,7 @@ class Pool:
         if self._lost_in_a_row > 3 * self._crew.workers + 10 * _has_loaded(beats):
             raise PipelineError(
                 f"{self._lost_in_a_row} workers were lost in a row, the last one ({beat.doing}) because: {why} What is "
-                f"finished is kept: look at the nodes (memory, GPUs, disks), raise features.hang_seconds "
+                "finished is kept: look at the nodes (memory, GPUs, disks), raise features.hang_seconds "
                 "where loading takes longer, and run the command again to continue"
             )
         if member.task is not None:
