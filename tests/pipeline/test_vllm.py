@@ -32,7 +32,6 @@ from preprocess.regenerate import regenerate
 from preprocess.verify import damaged_shards
 from tests import engines
 from tests.kit import PATIENCE, dump_here, recipe_tree, save_tiny_target, wait_until, without_ray, write_sharegpt
-from tests.warm import Forked
 
 TEXTS = [[5, 9, 33, 7, 200], list(range(40, 75)), [11, 12]]
 
@@ -151,29 +150,22 @@ def test_an_engine_that_dies_in_mid_step_stays_gone(tiny_target, environment):
     nothing_stays(python)  # though nobody closed it
 
 
-def test_whoever_owned_it_is_killed_and_nothing_of_it_stays(tiny_target, environment, tmp_path):
-    """Or interrupted; also where the engine hangs in a step."""
-    owners = []
-    for number in (signal.SIGKILL, signal.SIGINT):
-        python, script = environment("hangs"), tmp_path / f"{number}.py"
-        script.write_text(
-            "import signal\nfrom pipeline.features.engines import open_source\n"
-            "from pipeline.lm.config import TargetConfig\n"
-            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where tests run in the background
-            f"config = TargetConfig.model_validate({configured(tiny_target, python).model_dump()})\n"
-            "source = open_source(config, [1])\n"
-            f"while True: list(source.states({TEXTS}))\n"
-        )
-        command, variables = [sys.executable, str(script)], {**os.environ, "PYTHONPATH": str(ROOT)}
-        if number == signal.SIGKILL:
-            owners.append((number, python, Forked(command, variables)))
-        else:  # it ends as a Python does
-            owners.append((number, python, subprocess.Popen(command, cwd=ROOT, env=variables)))
-    for number, python, owner in owners:
-        wait_until(lambda folder=Path(python).parent: any(folder.glob("hangs-*")), owner)
-        os.kill(owner.pid, number)
-        owner.wait(PATIENCE)
-        nothing_stays(python)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_whoever_owned_it_is_killed_and_nothing_of_it_stays(tiny_target, environment, number):
+    """Also where the engine hangs in a step."""
+    python = environment("hangs")
+    script = (
+        "import signal; from tests.pipeline.test_vllm import TEXTS, configured\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where the tests run in the background
+        "from pipeline.features.engines import open_source\n"
+        f"source = open_source(configured({str(tiny_target)!r}, {python!r}), [1])\n"
+        "while True: list(source.states(TEXTS))\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    wait_until(lambda: any(Path(python).parent.glob("hangs-*")), owner)
+    owner.send_signal(number)
+    owner.wait(PATIENCE)
+    nothing_stays(python)
 
 
 def test_a_dump_by_an_engine_has_the_rows_and_the_states_of_one_by_transformers(tiny_target, environment, tmp_path):
