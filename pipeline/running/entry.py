@@ -4,6 +4,7 @@ printed without their queries.
 """
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.basics.errors import PipelineError
@@ -23,6 +25,18 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 KEPT, AGAIN = "what is finished is kept", "run the same command again to continue"
+_ELSEWHERE = "or give another place (the recipe's output)"
+_IN_THE_WAY = (errno.ENOTDIR, errno.EEXIST)
+_REMEDIES = {  # by what a file system refuses
+    **dict.fromkeys(FULL, f"Free some space, {_ELSEWHERE}"),
+    errno.EFBIG: f"Raise the limit on a file's size (ulimit -f), {_ELSEWHERE}",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), f"Change its permissions, {_ELSEWHERE}"),
+    errno.EROFS: f"Mount it for writing, {_ELSEWHERE}",
+    **dict.fromkeys(_IN_THE_WAY, f"Move it away, for a folder has to be there, {_ELSEWHERE}"),
+    errno.EISDIR: "Move this folder away, for a file has to be there",
+    errno.ENAMETOOLONG: "Give a shorter name (the recipe's output or name)",
+    errno.ENOENT: "Check the path: nothing can be made there, or a file is missing",
+}
 
 
 def run(main: Callable[[], None], keeps: bool = False) -> None:
@@ -48,7 +62,7 @@ def run(main: Callable[[], None], keeps: bool = False) -> None:
         main()
     except (Exception, KeyboardInterrupt) as error:
         if not received and not isinstance(error, KeyboardInterrupt):
-            sys.exit(report(error))
+            sys.exit(report(error, keeps))
         leave("".join(f", {note}" for note in getattr(error, "__notes__", ())))  # whatever the signal led to
 
 
@@ -68,7 +82,7 @@ def run_rank(main: Callable[[], None]) -> None:
     try:
         main()
     except Exception as error:
-        status = report(error)
+        status = report(error, keeps=True)
     _leave(status)
 
 
@@ -100,9 +114,9 @@ def kept_handlers() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def report(error: Exception) -> int:
-    """Write the error's message, and return the status to end with."""
-    message = str(error) if isinstance(error, PipelineError) else refusal(error)
+def report(error: Exception, keeps: bool = False) -> int:
+    """Write the error's message, and return the status to end with. `keeps` as in `run`."""
+    message = str(error) if isinstance(error, PipelineError) else refusal(error, keeps)
     if message is None:
         sys.stderr.write(public_text("".join(traceback.format_exception(error))))
         return 1
@@ -110,12 +124,20 @@ def report(error: Exception) -> int:
     return 2
 
 
-def refusal(error: Exception) -> str | None:
+def refusal(error: Exception, keeps: bool) -> str | None:
     """Return what the file system refuses, and what to do; None for an error that is not of that kind."""
-    if not isinstance(error, OSError) or not (error.filename or error.errno in FULL):
+    if not isinstance(error, OSError) or (remedy := _REMEDIES.get(error.errno or 0)) is None:
         return None
-    where = error.filename or "a file"  # a full disk is met in writing, which names none
-    return f"{where}: {os.strerror(error.errno or 0)}. Change that, or give another place (the recipe's output); {KEPT}"
+    if isinstance(error.filename, str | bytes):
+        path = os.fsdecode(error.filename)
+        if error.errno in _IN_THE_WAY:
+            places = (Path(path), *Path(path).parents)
+            path = next((str(place) for place in places if place.exists() and not place.is_dir()), path)
+    elif error.errno in FULL:  # met in writing, which names no file
+        path = "a file"
+    else:
+        return None
+    return f"{path}: {os.strerror(error.errno or 0)}. {remedy}{f'; {KEPT}' if keeps else ''}"
 
 
 def _interrupted(number: int, line: str | None) -> None:

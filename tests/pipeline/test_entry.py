@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -100,19 +101,21 @@ def waiting(keeps: bool = False, interrupted: str = "raise", cleaning: int = 0) 
     return WAITING.format(keeps=keeps, interrupted=interrupted, cleaning=cleaning)
 
 
+@pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")])
+@pytest.mark.parametrize(("keeps", "kept"), [(False, ""), (True, f": {KEPT}")])  # a plan, a status keep nothing
+def test_a_signal_closes_what_is_open_and_is_told_in_one_line(interrupted, number, word, keeps, kept):
+    assert interrupted(waiting(keeps), number) == (128 + number, "ready\nclosed\n", f"{word}{kept}\n")
+
+
 @pytest.mark.parametrize(
-    ("number", "code", "status", "said"),
+    ("code", "kept"),
     [
-        (signal.SIGINT, waiting(), 130, "interrupted"),  # as of a plan, a status: they keep nothing
-        (signal.SIGTERM, waiting(keeps=True), 143, f"ended by SIGTERM: {KEPT}"),
-        (signal.SIGINT, waiting(True, "error.add_note('but this'); raise"), 130, "interrupted: " + KEPT),
-        (signal.SIGINT, waiting(True, "raise RuntimeError('of a library')"), 130, "interrupted: " + KEPT),
+        ("error.add_note('but this'); raise", KEPT.replace(" kept", " kept, but this")),
+        ("raise RuntimeError('of a library')", KEPT),
     ],
 )
-def test_a_signal_closes_what_is_open_and_is_told_in_one_line(interrupted, number, code, status, said):
-    ended, out, error = interrupted(code, number)
-    note = ", but this" if "note" in code else ""
-    assert (ended, out, error) == (status, "ready\nclosed\n", f"{said.replace(' kept', f' kept{note}')}\n")
+def test_the_line_has_the_notes_and_not_what_an_interruption_leads_to(interrupted, code, kept):
+    assert interrupted(waiting(True, code), signal.SIGINT) == (130, "ready\nclosed\n", f"interrupted: {kept}\n")
 
 
 def test_a_second_ctrl_c_ends_it_at_once(interrupted):
@@ -120,7 +123,8 @@ def test_a_second_ctrl_c_ends_it_at_once(interrupted):
     assert (ended, out, error) == (130, "ready\nclosed\n", f"interrupted: {KEPT}\n")
 
 
-@pytest.mark.parametrize(("number", "rank", "lines"), [(signal.SIGINT, "0", 1), (signal.SIGTERM, "1", 0)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
 def test_of_several_ranks_the_first_tells_even_where_it_waits_in_a_library(interrupted, number, rank, lines):
     ended, _, error = interrupted(BLOCKED, number, RANK=rank)
     assert ended == 128 + number and error.count("\n") == lines and "Traceback" not in error
@@ -142,7 +146,9 @@ def test_whatever_ends_a_command_ends_what_it_started(interrupted, numbers, line
         code = code.replace("PATIENCE = 1", "PATIENCE = 600")
     ended, out, error = interrupted(code, *numbers)
     assert ended in (130, -signal.SIGKILL) and error.count("\n") == lines
-    child = int(out.split()[0])
+    pid, *rest = out.splitlines()
+    child = int(pid)
+    assert set(rest) == ({"asked"} if deaf else set())
     if len(numbers) == 2:
         os.kill(child, signal.SIGKILL)
     wait_until(lambda: not is_there(child))
@@ -188,20 +194,56 @@ def test_a_failing_stage_stops_the_run_with_its_own_message(tiny_recipe, code, s
 # -- a file system that refuses --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize(
-    ("error", "status", "message"),
+    ("number", "why", "remedy"),
     [
-        (OSError(errno.EACCES, os.strerror(errno.EACCES), "/run/x"), 2, "/run/x: Permission denied. Change that, or"),
-        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/run/x"), 2, "/run/x: No space left on device."),
-        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 2, "a file: No space left on device."),
-        (OSError(errno.ECONNRESET, "reset"), 1, "ConnectionResetError"),
-        (KeyError("x"), 1, "KeyError"),
+        (errno.ENOSPC, "No space left on device", "Free some space, or give another place (the recipe's output)"),
+        (errno.EDQUOT, "Disk quota exceeded", "Free some space, or give another place (the recipe's output)"),
+        (errno.EFBIG, "File too large", "Raise the limit on a file's size (ulimit -f), or give another place (the"),
+        (errno.EACCES, "Permission denied", "Change its permissions, or give another place (the recipe's output)"),
+        (errno.EPERM, "Operation not permitted", "Change its permissions, or give another place (the recipe's output)"),
+        (errno.EROFS, "Read-only file system", "Mount it for writing, or give another place (the recipe's output)"),
+        (errno.EISDIR, "Is a directory", "Move this folder away, for a file has to be there"),
+        (errno.ENAMETOOLONG, "File name too long", "Give a shorter name (the recipe's output or name)"),
+        (errno.ENOENT, "No such file or directory", "Check the path: nothing can be made there"),  # as below /proc
     ],
 )
-def test_what_a_file_system_refuses_is_one_message_and_else_there_is_a_traceback(error, status, message, capsys):
-    assert entry.report(error) == status
-    said = capsys.readouterr().err
-    assert message in said and (said.startswith("error: ") and said.count("\n") == 1) == (status == 2)
+def test_each_refusal_of_a_file_system_has_its_remedy(number, why, remedy, keeps, capsys):
+    assert entry.report(OSError(number, os.strerror(number), "/run/x"), keeps) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: /run/x: {why}. {remedy}") and error.count("\n") == 1
+    assert error.endswith("; what is finished is kept\n") == keeps and ("kept" in error) == keeps
+
+
+def test_a_full_disk_is_reported_where_no_file_is_named(capsys):
+    assert entry.report(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) == 2
+    assert capsys.readouterr().err.startswith("error: a file: No space left on device. Free some space")
+
+
+@pytest.mark.parametrize("below", ["", "/run"])
+def test_an_output_that_is_a_file_is_named(tmp_path, capsys, below):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError) as caught:
+        Path(f"{tmp_path}/file{below}/logs").mkdir(parents=True, exist_ok=True)
+    assert entry.report(caught.value) == 2
+    assert f"error: {tmp_path}/file: Not a directory. Move it away, for a folder has to be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ECONNRESET, "reset"), OSError(errno.ENOENT, "no file is named"), KeyError("x")]
+)
+def test_other_errors_keep_their_traceback(error, capsys):
+    assert entry.report(error) == 1
+    text = capsys.readouterr().err
+    assert type(error).__name__ in text and not text.startswith("error: ")
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_command_says_what_is_kept_of_what_it_keeps(interrupted, keeps):
+    code = f"import os\nfrom pipeline.running import entry\nentry.run(lambda: os.rmdir('/proc/none'), keeps={keeps})"
+    status, _, error = interrupted(code)
+    assert status == 2 and error.endswith("; what is finished is kept\n") == keeps
 
 
 # -- recipes that name what no machine has ---------------------------------------------------------------------------
