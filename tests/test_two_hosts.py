@@ -120,7 +120,7 @@ def test_a_dump_across_two_hosts_outlives_one_of_them(three, recipe, tmp_path):
     assert process.poll() is None, log.read_text()
     b.die()
     assert process.wait(300) == 0, log.read_text()
-    assert Manifest.load(manifest).complete and "was lost" in log.read_text(), log.read_text()
+    assert Manifest.load(manifest).complete and "a worker failed" in log.read_text(), log.read_text()
 
 
 def shards_of(features: Path) -> int:

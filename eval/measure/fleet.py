@@ -7,15 +7,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import torch
+
 from eval.measure.harness import EvalTask, Harness, Outcome
 from eval.measure.tasks import make_harness
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.method import Method
 from pipeline.recipe.recipe import Recipe
-from pipeline.running.crew import Crew, Heartbeat
+from pipeline.running.crew import Crew, Heartbeat, WorkerFailure
 from pipeline.running.workers import Pool
 
 ATTEMPTS = 3  # of a task, each by another worker
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
 class EvalWorker:
@@ -30,18 +33,23 @@ class EvalWorker:
 
 
 class Attempts:
-    """A task is tried again, unchanged, until it has lost ATTEMPTS workers."""
+    """A task is tried again, unchanged, until ATTEMPTS workers have failed on it. An exception is raised at once, for
+    the same random numbers would lead to it again; only memory may suffice the next time.
+    """
 
     def __init__(self):
-        self._lost: Counter[tuple[str, str, float]] = Counter()
+        self._failures: Counter[tuple[str, str, float]] = Counter()
 
-    def retry(self, task: EvalTask, busy: tuple[str, ...], why: str) -> EvalTask:
-        self._lost[task.name] += 1
-        if self._lost[task.name] == ATTEMPTS:
+    def retry(self, task: EvalTask, failure: WorkerFailure) -> EvalTask:
+        """Return the task. Raise PipelineError where it is not to be tried again."""
+        if failure.exception is not None and not isinstance(failure.exception, OUT_OF_MEMORY):
+            raise PipelineError(f"{task.title}: {failure.reason}")
+        self._failures[task.name] += 1
+        if self._failures[task.name] == ATTEMPTS:
             raise PipelineError(
-                f"{task.title}: {ATTEMPTS} workers were lost, the last one because: {why} Finished prompts are "
-                "kept: look at the nodes (memory, GPUs), raise features.hang_seconds where it takes longer, and run "
-                "the command again"
+                f"{task.title}: {ATTEMPTS} workers failed, the last one because: {failure.reason.rstrip('.')}. "
+                "Finished prompts are kept: look at the nodes (memory, GPUs), raise features.hang_seconds where it "
+                "takes longer, and run the command again"
             )
         return task
 

@@ -16,9 +16,6 @@ NO_GPUS = {CUDA: "", HIP: ""}  # in the environment of a process that is to see 
 PASSED_ON = (BATCH_INVARIANT,)  # of the driver's environment, to workers on every node
 NOT_YET: Any = object()  # a source of tasks that has none for now, but may have one later, yields this
 Watch = Callable[[int, str], None]  # takes what is done of the tasks in work, and what the workers are doing
-# Takes a task, the items that its worker named before it was lost, and why that was; returns the task as it is to be
-# tried next, or raises PipelineError to end the job.
-Retry = Callable[[Any, tuple[str, ...], str], Any]
 log = logging.getLogger(__name__)
 
 
@@ -42,6 +39,19 @@ class Worker(Protocol):
 
 
 @dataclass(frozen=True)
+class WorkerFailure:
+    """A worker that failed while it worked on a task."""
+
+    items: tuple[str, ...]  # of the task, in the worker's last heartbeat
+    reason: str
+    exception: BaseException | None = None  # from the worker; None: its process died or hung
+
+
+# Takes a task and the failure of its worker; returns the task for the next try, or raises PipelineError to end the job.
+RetryPolicy = Callable[[Any, WorkerFailure], Any]
+
+
+@dataclass(frozen=True)
 class Crew:
     """How many workers there are and what each gets: keys of one section of the recipe."""
 
@@ -51,7 +61,7 @@ class Crew:
     gpus: float | None  # of each; None: one where a node has any
     device: str  # target.device
     hang_seconds: int
-    all_at_once: bool = False  # room for fewer workers than asked for is refused
+    all_at_once: bool = False  # fewer workers than asked for are refused
 
 
 def room_for(crew: Crew, nodes: list[dict[str, float]]) -> float:

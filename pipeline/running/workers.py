@@ -5,10 +5,12 @@ Terms: a worker is an actor that loads a target with its first task; a task is w
 are what it names in its heartbeats.
 
 Guarantees: every task is finished, or the job ends with an error. A worker that dies, raises an exception, or gives no
-heartbeat for `hang_seconds` is replaced, until too many in a row are lost; `retry` says how its task is tried next, and
-the next worker that is free does so. (Ray's own `max_task_retries` would keep a task at its actor, which may wait for
-room for ever.) A worker that waits for room on the cluster may wait as long as another one has some. Workers hand back
-small records, never tensors.
+heartbeat for `hang_seconds` is replaced, until too many fail in a row. Failures while loading are counted apart, since
+the last worker that loaded: tasks that others finish do not reset that count. The next free worker takes the task of
+one that failed, as `retry` returns it, or unchanged if the worker was still loading. (Ray's own `max_task_retries`
+would keep a task at its actor, which may wait for room for ever.) A worker may wait for room on the cluster as long as
+another one has some. A crew that works `all_at_once` does not go on with fewer workers: an exception while loading, or
+a worker without room for `hang_seconds`, ends the job. Workers hand back small records, never tensors.
 """
 
 import json
@@ -32,13 +34,26 @@ from pipeline.basics.files import ROOT, python_path
 from pipeline.basics.public import public_text
 from pipeline.running.cluster import ADDRESS, private_folder, ray_address, require_cluster
 from pipeline.running.cores import require_few, workers_as_everyone
-from pipeline.running.crew import NO_GPUS, NOT_YET, PASSED_ON, Crew, Heartbeat, Retry, Task, Watch, Worker, room_for
+from pipeline.running.crew import (
+    NO_GPUS,
+    NOT_YET,
+    PASSED_ON,
+    Crew,
+    Heartbeat,
+    RetryPolicy,
+    Task,
+    Watch,
+    Worker,
+    WorkerFailure,
+    room_for,
+)
 from pipeline.running.entry import kept_handlers
 
 LOOK_SECONDS = 1.0  # between two looks at the heartbeats
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what a Ray job was submitted with, in the environment of its driver
 TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 LOADING, NAMED = "loading the target", 3  # so many tasks in work are named
+LOADS = 3  # of a crew that works all at once: so many failures while loading end the job
 log = logging.getLogger(__name__)
 
 
@@ -93,7 +108,7 @@ class _Member:
     reference: Any  # that answers when it has its room, or has done its task; None: it is free
     since: float  # when its last heartbeat was new, or it was spawned or given its task
     task: Task | None = None
-    beats: int = 0  # seen
+    beat: Beat = Beat()
 
 
 class Pool:
@@ -103,16 +118,18 @@ class Pool:
         self,
         crew: Crew,
         make: Callable[[Heartbeat], Worker],
-        retry: Retry,
+        retry: RetryPolicy,
         clock: Callable[[], float] = time.monotonic,
     ):
         require_cluster()  # before what takes long
         self._crew, self._make, self._retry, self._clock = crew, make, retry, clock
         self._heartbeats: Any = None
         self._gpus = 0.0  # of a worker; known when Ray's nodes are
-        self._spawned = self._lost_in_a_row = 0  # the second: since the last finished task
+        self._spawned = 0
+        self._has_loaded = False  # any worker
+        self._failures = self._failed_loads = 0  # since the last finished task; while loading, since one last loaded
         self._members: list[_Member] = []
-        self._again: deque[Task] = deque()  # tasks whose worker was lost
+        self._again: deque[Task] = deque()  # tasks whose worker failed
 
     def results(self, tasks: Iterator[Task], watch: Watch = lambda done, doing: None) -> Iterator[tuple[Any, Any]]:
         """(task, record) as they are finished, in any order. A source that yields NOT_YET is asked again and again.
@@ -162,7 +179,7 @@ class Pool:
         return _Member(self._spawned, actor, actor.__ray_ready__.remote(), self._clock())
 
     def _collect(self) -> Iterator[tuple[Any, Any]]:
-        """Everything that is finished, or lost, by now; waits one look for something."""
+        """Everything that has finished, or failed, by now; waits one look for something."""
         members = {member.reference: member for member in self._members if member.reference is not None}
         if members:
             ray.wait(list(members), timeout=LOOK_SECONDS)
@@ -174,67 +191,81 @@ class Pool:
         try:
             record = ray.get(member.reference)
         except RayTaskError as error:
-            cause, beats = error.cause, self._beats()
-            doing = beats.get(member.number, Beat()).doing
-            if isinstance(cause, PipelineError) and not (doing == LOADING and _has_loaded(beats)):
-                raise PipelineError(f"{doing}: {cause}") from None
-            self._lose(member, f"{type(cause).__name__}: {_first_line(cause)}")
+            self._read_heartbeats()
+            cause, loading = error.cause, member.beat.doing == LOADING
+            reason, for_user = f"{type(cause).__name__}: {_first_line(cause)}", isinstance(cause, PipelineError)
+            if (for_user and not (loading and self._has_loaded)) or (loading and self._crew.all_at_once):
+                raise PipelineError(f"{member.beat.doing}: {cause if for_user else reason}") from None
+            self._replace(member, reason, cause)
         except (RayActorError, OutOfMemoryError) as error:
-            self._lose(member, _first_line(error))
+            self._replace(member, _first_line(error))
         else:
             task, member.task, member.reference = member.task, None, None
             if task is not None:
-                self._lost_in_a_row = 0
+                self._failures = 0
                 yield task, record
 
-    def _beats(self) -> dict[int, Beat]:
-        return ray.get(self._heartbeats.read.remote())
+    def _read_heartbeats(self) -> None:
+        beats: dict[int, Beat] = ray.get(self._heartbeats.read.remote())
+        for member in self._members:
+            beat = beats.get(member.number, member.beat)
+            if beat.count != member.beat.count:
+                member.since = self._clock()
+            if member.beat.doing == LOADING != beat.doing:
+                self._has_loaded, self._failed_loads = True, 0
+            member.beat = beat
 
     def _look_for_hangs(self, watch: Watch) -> None:
-        now, patience, beats = self._clock(), self._crew.hang_seconds, self._beats()
+        self._read_heartbeats()
+        now, patience = self._clock(), self._crew.hang_seconds
         key = "features.hang_seconds"
         names, done = dict[str, None](), 0
         for member in self._members:
-            beat = beats.get(member.number, Beat())
-            if beat.count != member.beats:
-                member.beats, member.since = beat.count, now
             if member.task is not None:
-                names[beat.doing] = None
-                done += beat.done if beat.doing == member.task.title else 0
+                names[member.beat.doing] = None
+                done += member.beat.done if member.beat.doing == member.task.title else 0
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         watch(done, ", ".join(list(names)[:NAMED]) + more or "waiting for work")
         late = [member for member in self._members if member.reference is not None and now - member.since > patience]
-        if len(late) == len(self._members) and not any(member.task for member in late):
+        roomless = [member for member in late if member.task is None]
+        if roomless and (self._crew.all_at_once or len(roomless) == len(self._members)):
             raise PipelineError(
-                f"no worker started within {key}={patience}: is there room on the cluster for {self._crew.cpus} CPUs "
-                f"and {self._gpus:g} GPUs?"
+                f"{len(roomless)} of {len(self._members)} workers did not start within {key}={patience}. Make room on "
+                f"the cluster for {self._crew.cpus} CPUs and {self._gpus:g} GPUs each, or lower "
+                f"{self._crew.section}.workers"
             )
         for member in late:
             if member.task is not None:
-                self._lose(member, f"it gave no sign of life for {patience} s ({key}).")
+                self._replace(member, f"it gave no sign of life for {patience} s ({key})")
 
-    def _lose(self, member: _Member, why: str) -> None:
-        """Replaces a worker that died, hung or failed; its task is given out again."""
+    def _replace(self, member: _Member, reason: str, exception: BaseException | None = None) -> None:
+        """Replace a worker that died, hung or raised an exception; its task is tried again."""
         ray.kill(member.actor)  # one that only seemed dead must not go on writing
-        beats = self._beats()
-        beat = beats.get(member.number, Beat())
-        log.warning("a worker was lost (%s): %s", beat.doing, why)
-        self._lost_in_a_row += 1
-        if self._lost_in_a_row > 3 * self._crew.workers + 10 * _has_loaded(beats):
-            raise PipelineError(
-                f"{self._lost_in_a_row} workers were lost in a row, the last one ({beat.doing}) because: {why} What is "
-                "finished is kept: look at the nodes (memory, GPUs, disks), raise features.hang_seconds "
-                "where loading takes longer, and run the command again to continue"
-            )
+        self._read_heartbeats()
+        beat, loading = member.beat, member.beat.doing == LOADING
+        log.warning("a worker failed (%s): %s", beat.doing, reason)
+        self._failures += 1
+        self._failed_loads += loading
+        self._require_few_failures(beat.doing, reason.rstrip("."))
         if member.task is not None:
             items = beat.items if beat.doing == member.task.title else ()
-            self._again.append(self._retry(member.task, items, why))
+            failure = WorkerFailure(items, reason, exception)
+            self._again.append(member.task if loading else self._retry(member.task, failure))
         self._members[self._members.index(member)] = self._spawn()
 
-
-def _has_loaded(beats: dict[int, Beat]) -> bool:
-    """Whether any worker has."""
-    return any(beat.doing != LOADING for beat in beats.values())
+    def _require_few_failures(self, doing: str, reason: str) -> None:
+        """Raise PipelineError after too many; the arguments are of the last one."""
+        workers = self._crew.workers
+        if self._failed_loads >= (LOADS if self._crew.all_at_once else 3 * workers + 1):
+            failed = f"{self._failed_loads} workers failed while {LOADING}, the last one"
+        elif self._failures > 3 * workers + 10:
+            failed = f"{self._failures} workers failed in a row, the last one ({doing})"
+        else:
+            return
+        raise PipelineError(
+            f"{failed} because: {reason}. What is finished is kept: look at the nodes (memory, GPUs, disks), "
+            "raise features.hang_seconds where loading takes longer, and run the command again to continue"
+        )
 
 
 def _first_line(error: BaseException) -> str:

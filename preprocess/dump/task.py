@@ -1,4 +1,4 @@
-"""What a worker of the dump or of a regeneration is given to do, and what becomes of a task that costs workers."""
+"""A task of the dump or of a regeneration, what its worker computes with, and the next try after a failure."""
 
 import hashlib
 import logging
@@ -15,7 +15,7 @@ import torch
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.cores import asked_threads
-from pipeline.running.crew import Heartbeat
+from pipeline.running.crew import Heartbeat, WorkerFailure
 
 S, T = TypeVar("S"), TypeVar("T")
 KILLS_WORKERS = "kills_workers"  # why a dialogue was set aside
@@ -105,7 +105,7 @@ class ShardTask:
     split: str
     index: int
     documents: list[Any]  # each with a `doc_id`, and `content()`: all but that id that its result depends on
-    losses: list[tuple[str, ...]] = field(default_factory=list)  # ids of what each lost worker was busy with
+    failures: list[tuple[str, ...]] = field(default_factory=list)  # ids of what each failed worker was busy with
     suspects: tuple[str, ...] = ()  # ids of dialogues to be worked on alone first: one of them kills workers
     set_aside: dict[str, str] = field(default_factory=dict)  # id -> reason: dialogues that are left out
 
@@ -137,24 +137,26 @@ class ShardTask:
         return record is not None
 
 
-def next_try(task: ShardTask, busy: tuple[str, ...], why: str, batch_key: str) -> ShardTask:
-    """The task as it is to be tried after a worker was lost that was `busy` with these dialogues. Raises PipelineError
-    where no single one is to blame.
+def next_try(task: ShardTask, failure: WorkerFailure, batch_key: str) -> ShardTask:
+    """Return the task for the next try after a worker failed that was busy with the failure's items, which are
+    dialogues. Raise PipelineError where no single one is to blame.
 
-    A loss alone proves nothing (a node may go at any time), so the first on a batch changes nothing. After the second
-    its dialogues are worked on one by one; one that is lost alone twice is set aside. `batch_key`: the recipe's, for
-    the size of a batch.
+    A failure alone proves nothing (a node may go at any time), so the first on a batch changes nothing. After the
+    second its dialogues are worked on one by one; one on which workers fail twice while it is alone is set aside. That
+    holds for exceptions, too: a dialogue may cause them. `batch_key`: the recipe's, for the size of a batch.
     """
+    busy = failure.items
     if not busy:  # between two batches
         return task
-    before = Counter(doc_id for batch in task.losses if len(batch) > 1 for doc_id in batch)
+    before = Counter(doc_id for batch in task.failures if len(batch) > 1 for doc_id in batch)
     if len(busy) > 1 and all(before[doc_id] > 1 for doc_id in busy):
         raise PipelineError(
-            f"{task.title} lost workers on the same dialogues again and again, the last one because: {why} Each "
-            f"of them comes through alone, so the batch is too large: lower {batch_key} and run the job again"
+            f"{task.title}: workers failed on the same dialogues again and again, the last one because: "
+            f"{failure.reason.rstrip('.')}. Each of them comes through alone, so the batch is too large: lower "
+            f"{batch_key} and run the job again"
         )
-    again = busy in task.losses
-    task = replace(task, losses=[*task.losses, busy])
+    again = busy in task.failures
+    task = replace(task, failures=[*task.failures, busy])
     if len(busy) > 1:
         return replace(task, suspects=tuple(doc_id for doc_id in busy if before[doc_id]))
     (doc_id,) = busy

@@ -174,7 +174,7 @@ class FeatureWorker:
         itself, but for the states' rounding). A shard whose texts are the target's own brings them in a table.
         """
         for name in (shard_name(task.split, task.index), text_name(task.split, task.index)):
-            for leftover in self._folder.glob(f".{name}.*.tmp"):  # of a worker that was lost
+            for leftover in self._folder.glob(f".{name}.*.tmp"):  # of a worker that failed
                 leftover.unlink(missing_ok=True)
         self._busy.begin()
         for one in task.documents:

@@ -1,20 +1,35 @@
-"""What becomes of a prompt whose worker was lost; the pool of workers itself: tests/pipeline/test_workers.py."""
+"""The tries of a prompt whose worker failed; the pool of workers itself: tests/pipeline/test_workers.py."""
 
 import pytest
+import torch
 
 from eval.measure.fleet import Attempts, crew_of
 from eval.measure.harness import EvalTask
 from eval.measure.prompts import Prompt
 from pipeline.basics.errors import PipelineError
+from pipeline.running.crew import WorkerFailure
 
 A, B = (EvalTask("bench", Prompt(name, "", (name,)), 0.0) for name in "ab")
 
 
-def test_a_prompt_that_is_lost_thrice_ends_the_run_by_name():
+@pytest.mark.parametrize(
+    "failure",
+    [
+        WorkerFailure((), "it died."),
+        WorkerFailure((), "it died.", MemoryError("no room")),
+        WorkerFailure((), "it died.", torch.OutOfMemoryError("no room")),
+    ],
+)
+def test_a_prompt_on_which_three_workers_fail_ends_the_run_by_name(failure):
     attempts = Attempts()
-    assert [attempts.retry(task, (), "it died.") for task in (A, B, A, B)] == [A, B, A, B]
-    with pytest.raises(PipelineError, match=r"bench, prompt b: 3 workers were lost, .* it died\. Finished"):
-        attempts.retry(B, (), "it died.")
+    assert [attempts.retry(task, failure) for task in (A, B, A, B)] == [A, B, A, B]
+    with pytest.raises(PipelineError, match=r"bench, prompt b: 3 workers failed, .* it died\. Finished"):
+        attempts.retry(B, failure)
+
+
+def test_an_exception_in_decoding_is_reported_and_not_tried_again():
+    with pytest.raises(PipelineError, match=r"^benchmark bench, prompt a: ValueError: no such token$"):
+        Attempts().retry(A, WorkerFailure((), "ValueError: no such token", ValueError("no such token")))
 
 
 def test_no_more_workers_start_than_there_are_prompts(tiny_recipe):

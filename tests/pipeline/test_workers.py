@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from pipeline.basics.errors import PipelineError
 from pipeline.running import cluster
 from pipeline.running.cluster import private_folder
-from pipeline.running.crew import NOT_YET, PASSED_ON, Crew, Heartbeat, Watch
+from pipeline.running.crew import NOT_YET, PASSED_ON, Crew, Heartbeat, Watch, WorkerFailure
 from pipeline.running.workers import LOADING, Pool, start_ray
 from tests.warm import PATIENCE, ROOT  # not of tests.kit: workers import this module
 
@@ -87,26 +88,50 @@ class Refused(Faulty):
         self._fail("is refused")
 
 
+class FirstLoads(Faulty):
+    """Loads with the first worker; every later one fails in this way."""
+
+    def __init__(self, folder: Path, heartbeat: Heartbeat, how: str):
+        super().__init__(folder, heartbeat)
+        self._how = how
+
+    def ready(self) -> None:
+        try:
+            (self._folder / "loaded").touch(exist_ok=False)
+        except FileExistsError:
+            self._fail(self._how)
+
+
+class EveryThirdLoads(Faulty):
+    """Dies in all other loads."""
+
+    def ready(self) -> None:
+        loads = len(list(self._folder.glob("load-*"))) + 1
+        (self._folder / f"load-{loads}").touch()
+        self._fail("loads" if loads % 3 == 0 else "dies")
+
+
 class Hasty(Pool):
     """While one worker hangs and nobody noticed, most of `hang_seconds` passes with each sign of life of the other.
     Nobody waits, and no patience depends on how fast the machine is.
     """
 
     def __init__(self, folder: Path, make: Callable = Faulty, **crew: float):
-        self.lost: list[tuple[str, tuple[str, ...], str]] = []
+        self.failures: list[tuple[str, WorkerFailure]] = []
         self._folder, self._ahead, self._seen = folder, 0.0, [0]
         clock = lambda: time.monotonic() + self._ahead  # noqa: E731
-        super().__init__(replace(CREW, **crew), partial(make, folder), self._lost, clock)
+        super().__init__(replace(CREW, **crew), partial(make, folder), self._record, clock)
 
-    def _lost(self, task: Task, busy: tuple[str, ...], why: str) -> Task:
-        self.lost.append((task.title, busy, why))
-        if "no sign of life" in why:
-            (self._folder / "noticed").touch()
+    def _record(self, task: Task, failure: WorkerFailure) -> Task:
+        self.failures.append((task.title, failure))
         return task
 
     def _look_for_hangs(self, watch: Watch) -> None:
+        spawned = self._spawned
         super()._look_for_hangs(watch)
-        beats = [member.beats for member in self._members]
+        if self._spawned > spawned:
+            (self._folder / "noticed").touch()
+        beats = [member.beat.count for member in self._members]
         if (self._folder / "hanging").exists() and not (self._folder / "noticed").exists() and beats != self._seen:
             self._seen = beats
             self._ahead += 0.7 * PATIENCE
@@ -141,21 +166,73 @@ def test_every_task_is_done_once_whoever_dies_hangs_or_raises(tmp_path, monkeypa
     faults, variables = ("hangs", "dies", "raises"), {PASSED_ON[0]: "1", "CUDA_VISIBLE_DEVICES": ""}
     records = pool.records("slow", *faults, "counts", "is sound", *variables, watch=watch)
     assert records == dict.fromkeys(["slow", *faults, "counts", "is sound"], "done") | variables
-    why = {title: why for title, busy, why in pool.lost if busy == (f"an item of {title}",)}
-    assert why.keys() == set(faults) and len(pool.lost) == 3
-    assert "no sign of life" in why["hangs"] and why["raises"] == "ValueError: no https://host/x"
+    failures = dict(pool.failures)
+    assert failures.keys() == set(faults) and len(pool.failures) == 3
+    assert all(failure.items == (f"an item of {title}",) for title, failure in pool.failures)
+    assert "no sign of life" in failures["hangs"].reason
+    assert failures["raises"].reason == "ValueError: no https://host/x"
+    assert {title: type(failure.exception) for title, failure in pool.failures if failure.exception} == {
+        "raises": ValueError
+    }
     assert "hunter2" not in caplog.text
 
 
 @pytest.mark.real
 @pytest.mark.usefixtures("on_cluster")
-def test_a_worker_that_cannot_load_is_replaced_while_another_works_and_blames_no_item(tmp_path, caplog):
+def test_a_worker_that_cannot_load_is_replaced_while_another_works_and_blames_no_task(tmp_path, caplog):
     for fault in LOADS:
         (tmp_path / fault).touch()
     pool = Hasty(tmp_path)
     assert pool.records("slow", "is sound") == {"slow": "done", "is sound": "done"}
-    assert [(title, busy) for title, busy, _ in pool.lost] == [("is sound", ())] * len(LOADS)
-    assert caplog.text.count("a worker was lost (loading the target): ") == len(LOADS)
+    assert not pool.failures and caplog.text.count("a worker failed (loading the target): ") == len(LOADS)
+
+
+@pytest.mark.real
+@pytest.mark.usefixtures("on_cluster")
+@pytest.mark.parametrize(
+    ("how", "all_at_once", "message"),
+    [
+        ("raises", True, r"^loading the target: ValueError: no https://host/x$"),
+        ("dies", True, r"^3 workers failed while loading the target, the last one because: "),
+        ("raises", False, r"^7 workers failed while loading .* because: ValueError: no https://host/x\. What"),
+    ],
+)
+def test_workers_that_never_load_end_the_job_though_another_one_finishes_tasks(tmp_path, how, all_at_once, message):
+    make, begin = partial(FirstLoads, how=how), time.monotonic()
+    pool = Hasty(tmp_path, make, all_at_once=all_at_once)
+
+    def tasks() -> Iterator[Task]:
+        while pool._spawned < 12 and time.monotonic() - begin < PATIENCE:
+            yield Task("is sound")
+
+    with pytest.raises(PipelineError, match=message):
+        list(pool.results(tasks()))
+
+
+@pytest.mark.real
+@pytest.mark.usefixtures("on_cluster")
+def test_failed_loads_count_since_the_last_worker_that_loaded(tmp_path):
+    """Three end the job; here two precede the first task, and two the next try."""
+    pool = Hasty(tmp_path, EveryThirdLoads, workers=1, all_at_once=True)
+    assert pool.records("dies") == {"dies": "done"} and len(list(tmp_path.glob("load-*"))) == 6
+
+
+@pytest.mark.real
+@pytest.mark.usefixtures("on_cluster")
+@pytest.mark.parametrize("all_at_once", [False, True])
+def test_a_worker_without_room_ends_a_job_whose_workers_work_all_at_once(tmp_path, monkeypatch, caplog, all_at_once):
+    monkeypatch.setattr("pipeline.running.workers.room_for", lambda crew, nodes: 0.0)  # of 4 CPUs, 3 are one worker's
+    (tmp_path / "hanging").touch()
+    pool = Hasty(tmp_path, cpus=3, all_at_once=all_at_once)
+
+    def tasks() -> Iterator[Task]:
+        while pool._ahead < 3 * PATIENCE:
+            yield Task("is sound")
+
+    message = rf"^1 of 2 workers did not start within .*={PATIENCE}\. Make room .*workers$"
+    with pytest.raises(PipelineError, match=message) if all_at_once else nullcontext():
+        list(pool.results(tasks()))
+    assert ("1 of 2 workers never had room" in caplog.text) != all_at_once
 
 
 @pytest.mark.real
@@ -165,11 +242,11 @@ def test_a_worker_that_cannot_load_is_replaced_while_another_works_and_blames_no
     [
         (Faulty, 0, r"^is refused: nothing helps$"),
         (Refused, 0, r"^loading the target: nothing helps$"),
-        (Hopeless, 0, r"^4 workers were lost in a row, the last one \(loading the target\) because: "),
+        (Hopeless, 0, r"^4 workers failed while loading the target, the last one because: "),
         (Faulty, 1, r"^features.workers=1 want 1 CPUs and 1 GPUs each, but the nodes have .*, and room for 0"),
     ],
 )
-def test_an_error_for_the_user_too_many_losses_or_no_room_end_the_job(tmp_path, make, gpus, message):
+def test_an_error_for_the_user_too_many_failures_or_no_room_end_the_job(tmp_path, make, gpus, message):
     with pytest.raises(PipelineError, match=message):
         Hasty(tmp_path, make, workers=1, gpus=gpus).records("is refused")
 

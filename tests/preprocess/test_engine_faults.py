@@ -49,7 +49,7 @@ def test_engines_of_two_workers_do_not_disturb_each_other_whoever_is_killed(
     kill = {"killed": (lambda ids, before: "doc3" in ids and not before, lambda: os.kill(os.getpid(), signal.SIGKILL))}
     monkeypatch.setattr(driver, "FeatureWorker", faulty(marks, kill))
     assert any("engine: vllm 0.0.0, whose states of a sample were at most" in line for line in driver.dump(recipe))
-    assert "the engine ended with status -9" in caplog.text and caplog.text.count("a worker was lost (shard ") == 2
+    assert "the engine ended with status -9" in caplog.text and caplog.text.count("a worker failed (shard ") == 2
     began = engines.started(python)
     assert len(began) == len(set(began.values())) >= 3
     wait_until(lambda: not engines.left_of(python))

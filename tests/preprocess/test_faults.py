@@ -16,6 +16,7 @@ from pipeline.artifacts.features import feature_spec
 from pipeline.basics.errors import PipelineError
 from pipeline.features.shards import FeatureStore, Manifest
 from pipeline.recipe.load import load_recipe
+from pipeline.running.crew import WorkerFailure
 from pipeline.running.workers import Pool
 from preprocess.dump import driver, pool
 from preprocess.dump.task import ShardTask, next_try
@@ -121,7 +122,7 @@ def test_a_lost_worker_is_replaced_and_what_kills_every_worker_is_set_aside(
         hung=(lambda ids, before: not before and (marks / "killed-3").exists(), lambda: time.sleep(1000)),
     )
     # In its batch, in its batch again, alone, alone again.
-    assert happened(tmp_path) == {"killed": 4, "hung": 1} and caplog.text.count("a worker was lost (shard ") >= 5
+    assert happened(tmp_path) == {"killed": 4, "hung": 1} and caplog.text.count("a worker failed (shard ") >= 5
     assert "it gave no sign of life for" in caplog.text
     assert "kills_workers 1" in report and "set aside, for it kills workers: doc7" in caplog.text
     assert doc_ids(recipe, undisturbed) - doc_ids(recipe, tmp_path) == Counter(["doc7"])
@@ -136,7 +137,7 @@ A, B, C, D = "abcd"
 
 
 @pytest.mark.parametrize(
-    ("losses", "suspects", "set_aside"),
+    ("failures", "suspects", "set_aside"),
     [
         ([(A, B), (C, D), ()], (), []),  # single ones, on different batches
         ([(A, B, C), (A, B, C), (B,)], (B, C), []),  # a single one while probing
@@ -147,20 +148,20 @@ A, B, C, D = "abcd"
         ([(A, B), (A, B), (A,), (A,), (C, D), (C, D), (D,), (D,)], (), [A, D]),  # two culprits in different batches
     ],
 )
-def test_a_dialogue_is_set_aside_after_two_losses_alone(losses, suspects, set_aside):
+def test_a_dialogue_is_set_aside_after_two_failures_alone(failures, suspects, set_aside):
     task = ShardTask("train", 0, [])
-    for busy in losses:
-        task = next_try(task, busy, "", "features.batch_tokens")
+    for busy in failures:
+        task = next_try(task, WorkerFailure(busy, "", ValueError()), "features.batch_tokens")
     assert task.suspects == suspects and list(task.set_aside) == set_aside
 
 
 def test_a_batch_that_is_too_large_ends_the_job_with_one_clear_error():
-    """After it was lost twice, and again when each of its dialogues had come through alone."""
-    task = ShardTask("train", 0, [])
+    """After workers failed on it twice, and again when each of its dialogues had come through alone."""
+    task, failure = ShardTask("train", 0, []), WorkerFailure((A, B), "it died.")
     for _ in range(2):
-        task = next_try(task, (A, B), "", "features.batch_tokens")
+        task = next_try(task, failure, "features.batch_tokens")
     with pytest.raises(PipelineError, match=r"the batch is too large: lower features\.batch_tokens"):
-        next_try(task, (A, B), "", "features.batch_tokens")
+        next_try(task, failure, "features.batch_tokens")
 
 
 def test_a_node_that_is_lost_is_made_up_for(on_cluster, faulty_dump, undisturbed, tmp_path, caplog):
@@ -181,7 +182,7 @@ def test_a_node_that_is_lost_is_made_up_for(on_cluster, faulty_dump, undisturbed
 
     faulty_dump((f"features.cpus_per_worker={CPUS}",), lost=(busy_on(second), lose), waited=(busy_on(head), wait))
     assert happened(tmp_path) == {"lost": 1, "waited": 1} and on_cluster.raylets() == [head]
-    assert "a worker was lost (shard " in caplog.text
+    assert "a worker failed (shard " in caplog.text
     assert content(tmp_path) == content(undisturbed)
 
 
