@@ -163,7 +163,8 @@ def test_every_task_is_done_once_whoever_dies_hangs_or_raises(tmp_path, monkeypa
     def watch(done: int, doing: str) -> None:
         (tmp_path / f"seen {done}, {doing}").touch()
 
-    faults, variables = ("hangs", "dies", "raises"), {PASSED_ON[0]: "1", "CUDA_VISIBLE_DEVICES": ""}
+    faults = ("hangs", "dies", "raises")
+    variables = {PASSED_ON[0]: "1", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     records = pool.records("slow", *faults, "counts", "is sound", *variables, watch=watch)
     assert records == dict.fromkeys(["slow", *faults, "counts", "is sound"], "done") | variables
     failures = dict(pool.failures)
