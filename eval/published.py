@@ -41,8 +41,8 @@ def recipe_of(address: str, overrides: list[str]) -> tuple[Path, list[str]] | No
     folder = download(repository, revision)
     if not is_ours(folder) or not (folder / RECIPE).is_file():
         raise PipelineError(
-            f"{repository} is no release of this project: name its kind and settings in a recipe, as [draft.NAME] and "
-            "[published.NAME] (docs/measuring.md)"
+            f"{repository} is no release of this project: name its kind and settings in a recipe as [draft.NAME], and "
+            f'set published.NAME = "{repository}@{revision}" (docs/serving.md)'
         )
     fetched(repository, revision, [checkpoint.TEMPLATE])
     path = Path("runs") / repository / revision[:12] / RECIPE

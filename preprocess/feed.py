@@ -1,5 +1,5 @@
 """Makes the target's states for a training while it runs, shard by shard in the order of its reading, and removes them
-behind it (features.keep = "window"). `pipeline run` starts it beside training, after the dump has written the texts.
+behind it (features.keep = "window"). `jakiro run` starts it beside training, after the dump has written the texts.
 
 python preprocess/feed.py RECIPE    (starts Ray on this machine; ends when training does)
 """

@@ -1,7 +1,7 @@
 """Drafts that are published, ours and others', fetched by repository and revision instead of trained.
 
-A recipe names one as ``[published.NAME] repository = "OWNER/NAME", revision = "COMMIT"``, and its kind and settings in
-``[draft.NAME]``. Settings and weights only are fetched, never code.
+A recipe names one as ``published.NAME = "OWNER/NAME@COMMIT"``, and its kind and settings in ``[draft.NAME]``. Settings
+and weights only are fetched, never code.
 """
 
 from collections.abc import Callable

@@ -124,11 +124,11 @@ class Batch:
         of_inputs, of_among = more[: len(inputs)], more[len(inputs) :]
         return Rows(there, dict(zip(inputs, of_inputs, strict=True)), dict(zip(among, of_among, strict=True)), ends)
 
-    def sums_by_dialogue(self, values_BTE: Tensor, group: Group = 1) -> tuple[Tensor, Tensor]:
-        """Sums over a dialogue's inputs of a group (N, E), and how many these are (N); a dialogue is a number below
-        B T.
+    def sums_by_dialogue(self, values_BTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return sums over a dialogue's inputs that predict the next token (N, E), and how many these are (N); a
+        dialogue is a number below B T.
         """
-        inputs_M = sent(self.positions[group].inputs, values_BTE.device)
+        inputs_M = sent(self.positions[1].inputs, values_BTE.device)
         size, width = self.tokens_BT.numel(), self.tokens_BT.shape[1]
         of_M = inputs_M - inputs_M % width
         if self.begins_BT is not None:

@@ -95,7 +95,7 @@ class FeaturesConfig(Section):
     cpus_per_worker: Runtime[Processes] = 1  # cores that Ray keeps for each
     # Default: one where Ray's nodes have GPUs, none on a CPU. 0.5: two on a GPU. More than 1: target.device = "spread".
     gpus_per_worker: Runtime[Annotated[float, Field(ge=0)] | None] = None
-    gpus: Runtime[Gpus | None] = None  # of the machine, for `pipeline run`; default: all that are visible
+    gpus: Runtime[Gpus | None] = None  # of the machine, for `jakiro run`; default: all that are visible
     store: Runtime[str | None] = None  # s3://, gs://, ...: where finished shards go (pipeline/features/store.py)
     # The hash of somebody's dump in `store`, as its card gives it: what it was dumped from is then not asked.
     dump: Measured[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")] | None] = None
@@ -148,8 +148,8 @@ class TrainConfig(Section):
     window: Positive | None = None  # shards whose rows an epoch shuffles together; default: as many as 4 GB are
     # All drafts at once, a step of each in turn: one pass over the states serves them all.
     together: Runtime[bool] = False
-    ranks: Runtime[Processes | None] = None  # for `pipeline run` on one machine; default: one for each of its GPUs
-    gpus: Runtime[Gpus | None] = None  # of the machine, for `pipeline run`; default: all that are visible
+    ranks: Runtime[Processes | None] = None  # for `jakiro run` on one machine; default: one for each of its GPUs
+    gpus: Runtime[Gpus | None] = None  # of the machine, for `jakiro run`; default: all that are visible
     learning_rate: Annotated[float, Field(gt=0)] = 9e-5  # the highest, behind the warm-up
     learning_rates: dict[str, Annotated[float, Field(gt=0)]] = {}  # by draft: of those that want another
     betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
