@@ -35,7 +35,7 @@ from pipeline.artifacts.reports import (
 from pipeline.basics.files import sha256, write_sealed, write_text
 from pipeline.basics.progress import publish
 from pipeline.basics.public import public_name
-from pipeline.decoding.method import Method
+from pipeline.decoding.config import Method
 from pipeline.drafts import kind_of
 from pipeline.lm.model import identify, load_tokenizer, parameter_count_of
 from pipeline.lm.template import template_settings

@@ -37,9 +37,8 @@ from pipeline.basics.files import write_sealed
 from pipeline.basics.progress import Progress
 from pipeline.decoding import replay
 from pipeline.decoding.accept import Acceptance
-from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.config import LoadedMethod, TreeConfig
 from pipeline.decoding.generate import Generation
-from pipeline.decoding.method import LoadedMethod
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import HELDOUT, BenchmarkConfig

@@ -27,18 +27,15 @@ if __name__ == "__main__":
 from pipeline.artifacts.provenance import recorded, settings_said, write_provenance
 from pipeline.artifacts.regenerated import DIALOGUES, MANIFEST, are_of
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import atomic_path, exclusive, read_sealed, sha256, write_sealed
-from pipeline.basics.journal import Journal
+from pipeline.basics.files import Journal, atomic_path, exclusive, read_sealed, sha256, write_sealed
 from pipeline.basics.progress import Progress
 from pipeline.lm.model import identify, load_tokenizer
 from pipeline.lm.template import template_settings
-from pipeline.recipe.differences import differences, regenerate_keys
-from pipeline.recipe.identity import digest, regenerate_hash
+from pipeline.recipe.identity import differences, digest, regenerate_hash, regenerate_keys
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
-from preprocess.dump.answers import AnswerWorker, Part
 from preprocess.dump.driver import require_lasting
-from preprocess.dump.interview import not_asked
+from preprocess.dump.interview import AnswerWorker, Part, not_asked
 from preprocess.dump.pool import records
 from preprocess.dump.report import examples, listed, torn_tail, write_rejected
 from preprocess.dump.task import ShardTask

@@ -9,9 +9,8 @@ import torch
 
 from pipeline.artifacts import checkpoint
 from pipeline.decoding import replay
-from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.config import LoadedMethod, TreeConfig
 from pipeline.decoding.generate import Sampling, plain, speculative
-from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts import DRAFTS, Kind, build
 from pipeline.drafts.parts.layers import shapes_of
 from tests.kit import ROOT

@@ -22,8 +22,7 @@ from pipeline.artifacts.published import fetch
 from pipeline.artifacts.reports import ROWS
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256, write_sealed
-from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.method import Method
+from pipeline.decoding.config import Method, TreeConfig
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import identify, identify_if_here
 from pipeline.recipe.load import load_recipe, override_arguments

@@ -18,7 +18,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import DEFAULTS
 from pipeline.drafts import DRAFTS
 from pipeline.drafts.eagle3 import Eagle3Config
-from pipeline.drafts.lookup.suffixes import LONGEST
+from pipeline.drafts.prompt_lookup import LONGEST
 from pipeline.features.schema import VERSION
 from pipeline.lm.config import TargetConfig
 from pipeline.recipe.load import add_recipe_arguments, load_recipe

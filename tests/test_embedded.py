@@ -13,8 +13,7 @@ from pipeline.artifacts.reports import read_rows
 from pipeline.basics import embedded
 from pipeline.drafts import build, objective_of
 from pipeline.drafts.parts.layers import shapes_of
-from pipeline.features.batch import collate
-from pipeline.features.positions import counts
+from pipeline.features.batch import collate, counts
 from pipeline.features.shards import ANSWERS, FeatureStore
 from pipeline.lm.chat import Unusable, encode
 from pipeline.lm.config import TargetConfig

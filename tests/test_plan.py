@@ -14,7 +14,6 @@ import torch
 
 from infra.plan import engine, speeds
 from infra.plan.__main__ import SPEEDS, answers, disk_warning, make, warnings
-from infra.plan.fed import stream
 from infra.plan.memory import (
     TEXT_ROW_BYTES,
     activation_bytes,
@@ -24,6 +23,7 @@ from infra.plan.memory import (
     frame_bytes,
     rank_bytes,
     step_bytes,
+    stream,
 )
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.progress import duration

@@ -7,8 +7,7 @@ import pytest
 from jakiro import first_recipe
 from jakiro.first_recipe import settings_for
 from jakiro.presets import presets, toml
-from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.method import Method
+from pipeline.decoding.config import Method, TreeConfig
 from pipeline.drafts import DRAFTS, kind_of, settings_from
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.read import read_tree

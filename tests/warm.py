@@ -148,7 +148,7 @@ def warm_workers() -> Iterator[str]:
 
 def fork_workers(listening: socket.socket) -> None:
     """One for every launcher that connects, until the input of this process ends."""
-    for module in ("preprocess.dump.answers", "preprocess.dump.worker", "transformers.models.llama.modeling_llama"):
+    for module in ("preprocess.dump.interview", "preprocess.dump.worker", "transformers.models.llama.modeling_llama"):
         importlib.import_module(module)
     assert "ray" not in sys.modules, "when it is imported, it reads from the environment what a worker is for"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

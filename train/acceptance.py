@@ -14,9 +14,8 @@ import torch
 
 from pipeline.basics.progress import Progress
 from pipeline.decoding.accept import Acceptance
-from pipeline.decoding.config import TreeConfig, chain
+from pipeline.decoding.config import LoadedMethod, TreeConfig, chain
 from pipeline.decoding.generate import Sampling, speculative
-from pipeline.decoding.method import LoadedMethod
 from pipeline.decoding.replay import counted
 from pipeline.drafts import TrainedDraft, make_untrained
 from pipeline.features.schema import FeatureSpec, Row

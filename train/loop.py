@@ -17,7 +17,7 @@ from pipeline.artifacts import checkpoint
 from pipeline.artifacts.curves import METRICS, draw_training
 from pipeline.basics.files import exclusive
 from pipeline.basics.progress import Progress
-from pipeline.decoding.method import LoadedMethod
+from pipeline.decoding.config import LoadedMethod
 from pipeline.drafts import TrainedDraft, build, objective_of, parameter_count
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.parts.losses import Term

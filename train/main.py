@@ -23,9 +23,8 @@ from pipeline.lm.model import load_embed_head
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.running import entry
 from train.engine.engine import start_distributed
-from train.engine.pulse import leave_distributed
-from train.input.features import open_checked
-from train.input.stream import remove_copies
+from train.engine.ranks import leave_distributed
+from train.input.features import open_checked, remove_copies
 from train.loop import train
 
 

@@ -12,7 +12,7 @@ import torch
 from eval.measure.harness import EvalTask, Harness, Outcome
 from eval.measure.tasks import make_harness
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding.method import Method
+from pipeline.decoding.config import Method
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.crew import Crew, Heartbeat, WorkerFailure
 from pipeline.running.workers import Pool

@@ -18,8 +18,8 @@ from scipy.stats import kstest
 from torch import Tensor
 
 from pipeline.decoding.accept import Sampler, log_odds
+from pipeline.decoding.config import LoadedMethod
 from pipeline.decoding.generate import Prefilled, Sampling, plain, speculative
-from pipeline.decoding.method import LoadedMethod
 from pipeline.decoding.tree import Tree, build_tree
 from pipeline.lm.model import Target
 from pipeline.lm.verifier import rounding

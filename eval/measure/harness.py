@@ -19,9 +19,9 @@ from eval.measure.prompts import Prompt
 from pipeline.artifacts.provenance import hardware
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.progress import Progress
+from pipeline.decoding.config import LoadedMethod
 from pipeline.decoding.contract import Draft, States
 from pipeline.decoding.generate import Generation, Prefilled, Sampling, plain, prefill, speculative
-from pipeline.decoding.method import LoadedMethod
 from pipeline.lm.chat import as_message, prompt_ids
 from pipeline.lm.model import Target
 from pipeline.lm.verifier import fixed_capacity, rounding

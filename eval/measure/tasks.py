@@ -18,19 +18,17 @@ from pipeline.artifacts.provenance import measured_by
 from pipeline.artifacts.published import fetch
 from pipeline.artifacts.reports import method_of, read_tuned_trees
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import exclusive
-from pipeline.basics.journal import Journal
+from pipeline.basics.files import Journal, exclusive
 from pipeline.basics.progress import Progress
+from pipeline.decoding.config import Method
 from pipeline.decoding.contract import Source
-from pipeline.decoding.method import Method
 from pipeline.drafts import make_untrained
-from pipeline.drafts.lookup.corpus import corpora_of
 from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.prompt_lookup import corpora_of
 from pipeline.drafts.small_model import SmallModel
 from pipeline.lm.model import Target, fingerprint, identify, load_reader
 from pipeline.recipe.checks import TUNED
-from pipeline.recipe.differences import differences
-from pipeline.recipe.identity import digest, run_hash
+from pipeline.recipe.identity import differences, digest, run_hash
 from pipeline.recipe.recipe import Recipe
 
 RECORDS = "records.jsonl"

@@ -11,9 +11,8 @@ from eval.measure.harness import EvalTask, Harness, pooled
 from eval.measure.prompts import Prompt
 from infra.check.shapes import Given, new_methods, save_small_target
 from pipeline.artifacts import reports
-from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.config import LoadedMethod, TreeConfig
 from pipeline.decoding.generate import Sampling, plain
-from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts import TrainedDraft, objective_of
 from pipeline.features.batch import collate
 from pipeline.features.schema import Row

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from pipeline.artifacts.features import feature_spec
 from pipeline.basics.files import ROOT
-from pipeline.decoding.method import LoadedMethod
+from pipeline.decoding.config import LoadedMethod
 from pipeline.drafts import build
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.schema import FeatureSpec, Row, row_dtype

@@ -9,8 +9,8 @@ figures are one JSON object instead, times in hours, sizes in bytes. Duplicates 
     tokens    records x accepted share of the sample x tokens of an accepted dialogue, up to max_tokens or max_dialogues
     time      dump: tokens over the speed of all workers. Each has a GPU of its own or, on a CPU, its cores; those that
               share a GPU share its speed. With features.keep = "window", training's tokens as often as they are made,
-              by a simulation of its order of shards (infra/plan/fed.py). That goes on beside training: on a CPU, whose
-              cores they share, both count, elsewhere the slower one, as if neither took anything from the other
+              by a simulation of its order of shards (memory.py). The dump then runs during the training: on a CPU,
+              whose cores they share, both count, elsewhere the slower one, as if neither slowed the other down
               train: (passes x tokens + validations x validation tokens / 3) over the speed of all ranks
               eval: answers x max_new_tokens x a plain token over the workers, as if no draft gained anything and no
               answer ended early. That makes up for what is left out: the prompts' forwards, warm-ups, the rounds that
@@ -34,7 +34,7 @@ import torch
 
 from eval.measure.prompts import load_prompts
 from infra.plan import engine, memory, speeds
-from infra.plan.fed import stream
+from infra.plan.memory import stream
 from infra.plan.sample import Sample, expected, sample_source
 from pipeline.artifacts.provenance import hardware
 from pipeline.basics.accelerator import accelerator

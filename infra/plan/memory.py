@@ -1,8 +1,11 @@
-"""Memory of each stage and disk of the dump, by formula: from a recipe and its target's configuration, without weights.
+"""Memory of each stage, and disk of the dump, by formula: from a recipe and its target's configuration, without
+weights. Of a training that is fed while it runs (features.keep = "window"), its order of shards is simulated, window by
+window: the disk it takes, and how much of the dump it makes again.
 
-What Python and its libraries take is not in them.
+The memory of Python and its libraries is not included.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -12,17 +15,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeline.basics.accelerator import accelerator
+from pipeline.basics.errors import PipelineError
 from pipeline.drafts import DraftConfig, TrainedDraft, build, objective_of, parameter_count
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.parts.losses import chunk_rows
-from pipeline.features.batch import Batch
-from pipeline.features.positions import Group, Positions
+from pipeline.features.batch import Batch, Group, Positions
 from pipeline.features.schema import FeatureSpec, arrow_schema, token_bytes
 from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead
 from pipeline.lm.model import DTYPES, empty_decoder, load_config, parameter_count_of
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import TrainConfig
 from preprocess.dump.task import in_flight
+from train.input.order import WINDOW_BYTES, Reads
 
 ASSUMED_GPU = 80 * 10**9  # bytes of memory, where none is here to be asked
 TEXT_ROW_BYTES = 40  # of a text table's row: its id, and where its tokens end
@@ -211,3 +215,36 @@ def _activation_bytes(
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         draft(batch)
     return sum(kept.values())
+
+
+SIMULATED = 200  # shards; where there are more, several are taken as one
+
+
+def stream(recipe: Recipe, rows: float, tokens: float, trained: float) -> tuple[float, float]:
+    """(bytes of training's states that are on the disk at most, how often each of them is made) for so many dialogues,
+    tokens, and tokens with a loss. Raises PipelineError where training could not have what it needs at once.
+    """
+    every, features = disk_bytes(recipe, rows, tokens), recipe.features
+    shards = math.ceil(rows / features.rows_per_shard)
+    size = every / shards
+    together = math.ceil(shards / SIMULATED)
+    count = math.ceil(shards / together)
+    own = recipe.train.window or WINDOW_BYTES // size
+    window = min(max(int(own / together), 1), count)
+    windows = min(2 * (recipe.train.window * size if recipe.train.window else WINDOW_BYTES), every)
+    now = min(2 * window, count)
+    room = min(max(int((features.disk_bytes or 0) / (size * together)), now), count)
+    needed = min(2 * max(int(own), 1), shards)
+    if features.disk_bytes and needed * size > features.disk_bytes:
+        raise PipelineError(
+            f"features.disk_bytes={features.disk_bytes:,}, but the {needed} shards that training may need at once take "
+            f"up to about {needed * size:,.0f}: raise it, or lower train.window or features.rows_per_shard"
+        )
+    reads = []
+    steps = math.ceil(recipe.train.passes(trained) * math.ceil(count / window))
+    for epoch in range(math.ceil(recipe.train.passes(trained))):
+        order = np.random.default_rng((recipe.seed, epoch)).permutation(count).tolist()  # as train/input/order.py
+        reads += [set(order[first : first + window]) for first in range(0, count, window)]
+    trainings = 1 if recipe.train.together else len(recipe.to_train)
+    made = Reads(reads[:steps], count).made(now, room, trainings)
+    return min(features.disk_bytes or windows, every), made / count

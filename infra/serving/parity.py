@@ -25,10 +25,9 @@ from pipeline.artifacts.provenance import hardware
 from pipeline.basics.embedded import human_eval_prompts
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, write_json
-from pipeline.decoding.config import TreeConfig, chain
+from pipeline.decoding.config import LoadedMethod, Method, TreeConfig, chain
 from pipeline.decoding.contract import Draft
 from pipeline.decoding.generate import Generation, Sampling, plain, speculative
-from pipeline.decoding.method import LoadedMethod, Method
 from pipeline.decoding.replay import counted
 from pipeline.drafts import DraftConfig, make
 from pipeline.drafts.parts.layers import shapes_of

@@ -22,13 +22,11 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path, read_sealed, sha256, write_sealed
 from pipeline.basics.parse import from_json
 from pipeline.basics.public import public_name
-from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.method import LoadedMethod, Method
+from pipeline.decoding.config import LoadedMethod, Method, TreeConfig
 from pipeline.drafts import DraftConfig, TrainedDraft, build, make, settings_from
 from pipeline.features.schema import FeatureSpec
 from pipeline.lm.model import identify
-from pipeline.recipe.differences import training_keys
-from pipeline.recipe.identity import train_hash
+from pipeline.recipe.identity import train_hash, training_keys
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.untrusted import DraftConfigFile, require_draft_in_bounds, require_method_in_bounds
 

@@ -21,8 +21,7 @@ from pipeline.features.store import Store
 from pipeline.lm.attention import most_positions
 from pipeline.lm.model import TargetIdentity, identify, load_config, load_tokenizer
 from pipeline.lm.template import template_settings
-from pipeline.recipe.differences import dump_keys
-from pipeline.recipe.identity import calibration_hash, digest, dump_hash, dump_hash_with, wanted_layers
+from pipeline.recipe.identity import calibration_hash, digest, dump_hash, dump_hash_with, dump_keys, wanted_layers
 from pipeline.recipe.recipe import Recipe
 
 Find = Callable[[], Recorded | None]  # what gives the recipe that lies beside features

@@ -20,8 +20,7 @@ from pipeline.basics.embedded import cache_dir
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, atomic_path, in_turn, read_json, unsealed, write_sealed
 from pipeline.basics.public import public_name
-from pipeline.recipe.differences import differences, layers_of
-from pipeline.recipe.identity import draft_settings, run_hash
+from pipeline.recipe.identity import differences, draft_settings, layers_of, run_hash
 from pipeline.recipe.load import recipe_from
 from pipeline.recipe.recipe import Recipe
 

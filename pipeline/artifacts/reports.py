@@ -19,12 +19,11 @@ from pipeline.artifacts.provenance import measured_by, provenance, recorded, set
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import in_turn, read_sealed, read_sealed_lines, sealed_lines, write_text
 from pipeline.basics.parse import from_json
-from pipeline.decoding.method import Method
-from pipeline.drafts.lookup.corpus import corpora_of
+from pipeline.decoding.config import Method
+from pipeline.drafts.prompt_lookup import corpora_of
 from pipeline.lm.model import identify, identify_if_here
 from pipeline.recipe.checks import TUNED
-from pipeline.recipe.differences import release_keys
-from pipeline.recipe.identity import digest, run_hash
+from pipeline.recipe.identity import digest, release_keys, run_hash
 from pipeline.recipe.recipe import Recipe
 
 REPORT, RELEASE, ROWS, TABLE = "report.json", "release.json", "results.jsonl", "table.md"

@@ -20,8 +20,8 @@ from transformers import (
 from pipeline.basics.accelerator import now, sent
 from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.decoding.accept import Acceptance, Sampler, accept_best, accept_drawn
+from pipeline.decoding.config import LoadedMethod
 from pipeline.decoding.contract import Cache, Draws, RoundInput, States, TargetModel
-from pipeline.decoding.method import LoadedMethod
 from pipeline.decoding.tree import Tree
 
 LONGEST_PERIOD, REPEATED, SAME = 64, 4, 0.75  # of `repeats_itself`

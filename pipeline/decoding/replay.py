@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from pipeline.decoding.accept import Acceptance, accept_best
-from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.config import LoadedMethod, TreeConfig
 from pipeline.decoding.contract import Draft, Pool, RoundInput, States
 from pipeline.decoding.grow import Grower, Level, best_pools, dynamic_levels, not_finite
-from pipeline.decoding.method import LoadedMethod
 from pipeline.decoding.sources import CHAIN, POOL, Sources
 
 ABSENT = 1 << 30

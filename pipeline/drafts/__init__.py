@@ -11,7 +11,6 @@ from pipeline.drafts.eagle3 import Eagle3, Eagle3Config
 from pipeline.drafts.gumiho import Gumiho, GumihoConfig
 from pipeline.drafts.hydra import Hydra, HydraConfig
 from pipeline.drafts.jakiro import ExpertsObjective, Jakiro, JakiroConfig, JakiroOnEagle3, JakiroOnEagle3Config
-from pipeline.drafts.lookup.prompt_lookup import PromptLookup, PromptLookupConfig
 from pipeline.drafts.parallel import dflash, dspark, medusa, p_eagle
 from pipeline.drafts.parallel.anchors import BlockObjective
 from pipeline.drafts.parallel.dflash import DFlash, DFlashConfig
@@ -22,6 +21,7 @@ from pipeline.drafts.parts.base import DraftConfig
 from pipeline.drafts.parts.module import DraftModule, TrainedDraft
 from pipeline.drafts.parts.names import Names
 from pipeline.drafts.parts.objective import Objective
+from pipeline.drafts.prompt_lookup import PromptLookup, PromptLookupConfig
 from pipeline.drafts.skipper import Skipper, SkipperConfig, SkipperObjective
 from pipeline.drafts.small_model import SmallLlama, SmallLlamaConfig, SmallModel, SmallModelConfig
 

@@ -15,8 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.public import public_name
 from pipeline.decoding.contract import DraftOutput
-from pipeline.drafts.parts.base import DraftConfig, VocabularyConfig
-from pipeline.drafts.parts.drafting import Drafting
+from pipeline.drafts.parts.base import DraftConfig, Drafting, VocabularyConfig
 from pipeline.drafts.parts.losses import OwnHead, Term
 from pipeline.drafts.parts.module import TrainedDraft
 from pipeline.drafts.parts.names import WHOLE, Export, Form, Names

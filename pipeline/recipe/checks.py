@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding.method import Method
+from pipeline.decoding.config import Method
 
 if TYPE_CHECKING:
     from pipeline.recipe.recipe import Recipe

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Union
 from pydantic import Discriminator, Tag, model_validator
 
 from pipeline.basics.section import Name
-from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.method import Method
+from pipeline.decoding.config import Method, TreeConfig
 from pipeline.drafts import DRAFTS, DraftConfig, kind_of
 from pipeline.drafts.small_model import SmallModelConfig
 from pipeline.features.schema import FP8

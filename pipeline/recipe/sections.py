@@ -25,8 +25,7 @@ from pipeline.basics.section import (
     Runtime,
     Section,
 )
-from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.method import Method
+from pipeline.decoding.config import Method, TreeConfig
 from pipeline.lm.config import TargetConfig
 from pipeline.recipe.license import License
 

@@ -17,8 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pipeline.basics import embedded
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.section import Dtype, Scalar
-from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.method import Method
+from pipeline.decoding.config import Method, TreeConfig
 from pipeline.drafts import DraftConfig
 from pipeline.drafts.parts.layers import ROPES
 from pipeline.lm.config import TargetConfig

@@ -21,7 +21,7 @@ from pipeline.artifacts.reports import REPORT, TABLE, eval_state, faster_drafts,
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, exclusive, is_held
 from pipeline.basics.progress import METRICS, Screen, events, read_event
-from pipeline.drafts.lookup.corpus import corpora_of
+from pipeline.drafts.prompt_lookup import corpora_of
 from pipeline.lm.model import identify_if_here
 from pipeline.recipe.dtypes import describe_dtypes, warn_of_emulation
 from pipeline.recipe.identity import run_hash

@@ -15,8 +15,7 @@ from pipeline.basics.files import read_sealed, write_sealed
 from pipeline.features.reasons import describe_reasons
 from pipeline.features.shards import MANIFEST, Manifest, damage, prompts_damage
 from pipeline.lm.model import identify_if_here, load_config
-from pipeline.recipe.differences import training_keys
-from pipeline.recipe.identity import dump_hash, train_hash
+from pipeline.recipe.identity import dump_hash, train_hash, training_keys
 from pipeline.recipe.recipe import Recipe
 
 RESUME = "resume.json"  # of a resume state (train/engine/resume.py)

@@ -20,8 +20,8 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import cached_file
 
 from pipeline.basics.errors import PipelineError
+from pipeline.decoding.config import LoadedMethod
 from pipeline.decoding.generate import Sampling, prefill, speculative
-from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts.parts.module import TrainedDraft
 from pipeline.lm.attention import require_tree_attention, use_masks
 from pipeline.lm.verifier import Verifier

@@ -1,10 +1,11 @@
-"""The target answers the questions of dialogues in its own words, one after the other.
+"""The target answers the questions of dialogues in its own words, one after the other; and the worker that asks them.
 
-The questions stay the source's; each is asked after the target's own answers to those before. A dialogue ends before an
-answer that is empty, runs in circles or ends in its thoughts, and after one that reaches `regenerate.max_new_tokens`.
+The questions stay the source's; each follows the target's own answers to those before. A dialogue ends before an answer
+that is empty, repeats itself or stops inside its reasoning, and after one that reaches `regenerate.max_new_tokens`.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,11 +17,13 @@ from torch import Tensor
 
 from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.decoding.generate import Sampling, repeats_itself
+from pipeline.features.engines import open_source
 from pipeline.features.source import Answer, FeatureSource, Prompt
 from pipeline.lm.chat import Messages, Unusable, as_message, cut_in_thoughts, prompt_ids
 from pipeline.lm.template import with_keywords
 from pipeline.recipe.recipe import Recipe
-from preprocess.dump.task import Busy, ahead
+from pipeline.running.crew import Heartbeat
+from preprocess.dump.task import Busy, ShardTask, ahead, nobody_listens, take_threads
 from preprocess.sources.dialogues import Dialogue
 from preprocess.sources.sequences import accepted_messages, keywords_not_shown
 
@@ -186,3 +189,54 @@ class Interview:
             conversation.answers += 1
             if not stopped:
                 conversation.end = "cut_answer"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What came of one task."""
+
+    index: int
+    dialogues: list[dict]  # {"id", "messages"}, its tools and keywords, and what `data.group` names
+    answers: int
+    tokens: int  # generated
+    documents: str  # fingerprint of the dialogues that were asked
+    rejected: dict[str, str]  # document id -> reason
+    edits: dict[str, int]  # what dialogues that are kept lack, by reason
+
+
+class AnswerWorker:
+    def __init__(self, recipe: Recipe, heartbeat: Heartbeat = nobody_listens):
+        self._recipe, self._busy = recipe, Busy(heartbeat)
+
+    def ready(self) -> None:
+        take_threads(self._recipe.features.cpus_per_worker)
+        _ = self._interview.longest_prompt
+
+    @cached_property
+    def _interview(self) -> Interview:
+        source = open_source(self._recipe.target)
+        return Interview(self._recipe, source, self._busy, lambda conversation, _: int(not conversation.open))
+
+    def work(self, task: ShardTask) -> Part:
+        """The same whoever does it, and however often, on the same hardware."""
+        left = [dialogue for dialogue in task.documents if dialogue.doc_id not in task.set_aside]
+        for dialogue in left:
+            if dialogue.doc_id in task.suspects:
+                list(self._interview.hold([dialogue]))
+        self._busy.begin()
+        done = [conversation for held in self._interview.hold(left) for conversation in held]
+        kept = [conversation for conversation in done if conversation.answers]
+        unanswered = {conversation.doc_id: conversation.end for conversation in done if not conversation.answers}
+        edits = Counter(edit for c in kept for edit in (*c.edits, *filter(None, [c.end])))
+        key = self._recipe.data.group_key  # kept, so that the same dialogues are held out
+        more = {d.doc_id: ({key: d.group} if key else {}) | ({"tools": d.tools} if d.tools else {}) for d in left}
+        given = {c.doc_id: {"chat_template_kwargs": c.keywords} if c.keywords else {} for c in kept}
+        return Part(
+            index=task.index,
+            dialogues=[{**more[c.doc_id], **given[c.doc_id], "id": c.doc_id, "messages": c.messages} for c in kept],
+            answers=sum(conversation.answers for conversation in done),
+            tokens=sum(conversation.tokens for conversation in done),
+            documents=task.fingerprint,
+            rejected={**task.set_aside, **unanswered},
+            edits=dict(sorted(edits.items())),
+        )

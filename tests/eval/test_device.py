@@ -10,9 +10,8 @@ from transformers import AutoModelForCausalLM
 from eval.measure.harness import EvalTask, Harness, pooled
 from eval.measure.prompts import Prompt
 from pipeline.artifacts.features import feature_spec
-from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.config import LoadedMethod, Method, TreeConfig
 from pipeline.decoding.generate import Sampling, speculative
-from pipeline.decoding.method import LoadedMethod, Method
 from pipeline.lm.attention import GROUPED
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target

@@ -15,9 +15,8 @@ from eval.measure.prompts import Prompt
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding import accept, generate
 from pipeline.decoding import grow as tree_module
-from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.config import LoadedMethod, TreeConfig
 from pipeline.decoding.generate import Sampling
-from pipeline.decoding.method import LoadedMethod
 from pipeline.decoding.tree import build_tree
 from pipeline.drafts import build
 from pipeline.drafts.parts.layers import shapes_of

@@ -6,9 +6,8 @@ from torch import nn
 
 from eval.measure import packed
 from eval.measure.packed import PackedLinear, pack_linears, products, rows_of_one
-from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.config import LoadedMethod, TreeConfig
 from pipeline.decoding.generate import Sampling, plain, speculative
-from pipeline.decoding.method import LoadedMethod
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import Target

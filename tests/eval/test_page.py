@@ -17,9 +17,8 @@ from eval.release.card import page
 from pipeline.artifacts.reports import Row
 from pipeline.basics.files import write_text
 from pipeline.decoding.accept import Acceptance
-from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.config import Method, TreeConfig
 from pipeline.decoding.generate import Generation
-from pipeline.decoding.method import Method
 from pipeline.recipe.recipe import Recipe
 from tests.kit import byte_tokenizer, recipe_tree
 

@@ -20,8 +20,7 @@ from pipeline.artifacts.published import fetch
 from pipeline.artifacts.reports import Row, read_rows, write_rows
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
-from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.method import Method
+from pipeline.decoding.config import Method, TreeConfig
 from pipeline.recipe.identity import dump_hash, train_hash
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.recipe.recipe import Recipe

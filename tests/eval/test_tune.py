@@ -23,8 +23,8 @@ from pipeline.decoding.sources import SharedTrees
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.gumiho import GumihoConfig
 from pipeline.drafts.jakiro import JakiroConfig
-from pipeline.drafts.lookup.prompt_lookup import PromptLookupConfig
 from pipeline.drafts.parallel.medusa import MedusaConfig
+from pipeline.drafts.prompt_lookup import PromptLookupConfig
 
 
 def trees_of(config, depth, nodes):

@@ -6,9 +6,8 @@ import torch
 
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE
-from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.config import LoadedMethod, TreeConfig
 from pipeline.decoding.generate import Sampling, plain
-from pipeline.decoding.method import LoadedMethod
 from pipeline.decoding.tree import build_tree
 from pipeline.drafts import build, objective_of
 from pipeline.drafts.eagle import EagleConfig

@@ -10,8 +10,8 @@ from transformers import AutoConfig
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.features import feature_spec
 from pipeline.basics.errors import PipelineError
+from pipeline.decoding.config import LoadedMethod
 from pipeline.decoding.generate import Sampling, plain, speculative
-from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts import build, objective_of
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.features.batch import collate

@@ -21,11 +21,10 @@ from pipeline.artifacts.checkpoint import (
 )
 from pipeline.artifacts.features import feature_spec
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.method import Method
+from pipeline.decoding.config import Method, TreeConfig
 from pipeline.drafts import build
-from pipeline.drafts.lookup.prompt_lookup import PromptLookupConfig
 from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.prompt_lookup import PromptLookupConfig
 from pipeline.recipe.recipe import Recipe
 from tests.kit import change_sealed, flip, replace_once
 

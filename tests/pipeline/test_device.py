@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.decoding.config import LoadedMethod
 from pipeline.decoding.generate import Sampling, prefill, speculative
-from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts import objective_of
 from pipeline.features.batch import Batch, collate, collate_packed
 from pipeline.features.schema import Row

@@ -17,8 +17,7 @@ from pipeline.drafts.parallel import dflash
 from pipeline.drafts.parallel.dflash import DFlashConfig, even_layers
 from pipeline.drafts.parallel.dspark import DSparkConfig
 from pipeline.drafts.parts.layers import shapes_of
-from pipeline.features.batch import collate
-from pipeline.features.positions import counts
+from pipeline.features.batch import collate, counts
 from pipeline.features.schema import Row
 from tests.pipeline.taught import make_draft, prompt_of
 

@@ -12,10 +12,9 @@ import pytest
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.config import Method, TreeConfig
 from pipeline.decoding.generate import Sampling, speculative
-from pipeline.decoding.method import Method
-from pipeline.drafts.lookup.prompt_lookup import PromptLookupConfig
+from pipeline.drafts.prompt_lookup import PromptLookupConfig
 from pipeline.recipe.recipe import Recipe
 from pipeline.serving import bundle as bundling
 from pipeline.serving.bundle import ENTRY, FOLDER, bundle

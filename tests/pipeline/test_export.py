@@ -12,9 +12,8 @@ from pipeline.__main__ import main
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.imported import import_draft
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding.config import chain
+from pipeline.decoding.config import LoadedMethod, Method, chain
 from pipeline.decoding.generate import Sampling, plain, speculative
-from pipeline.decoding.method import LoadedMethod, Method
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config, Eagle3FrameConfig
 from pipeline.drafts.jakiro import PLUG_IN, ExpertsConfig, JakiroConfig, JakiroOnEagle3Config

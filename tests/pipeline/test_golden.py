@@ -28,8 +28,7 @@ from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.parts.module import DraftModule
 from pipeline.drafts.skipper import SkipperConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
-from pipeline.features.batch import collate
-from pipeline.features.positions import counts
+from pipeline.features.batch import collate, counts
 from pipeline.features.schema import FeatureSpec, Row, stored
 from pipeline.features.shards import write_shard
 from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead

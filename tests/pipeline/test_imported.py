@@ -16,8 +16,8 @@ from pipeline.artifacts import checkpoint
 from pipeline.artifacts.imported import import_draft
 from pipeline.artifacts.unpickle import read_weights
 from pipeline.basics.errors import PipelineError
+from pipeline.decoding.config import LoadedMethod
 from pipeline.decoding.generate import Sampling, plain, speculative
-from pipeline.decoding.method import LoadedMethod
 from pipeline.lm.model import fingerprint
 from tests.kit import ROOT, call
 from tests.pipeline.layouts import BLOCKS, DFLASH, EAGLE, EAGLE_3, P_EAGLE, assert_imported, with_settings

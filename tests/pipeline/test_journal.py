@@ -2,7 +2,7 @@
 
 import logging
 
-from pipeline.basics.journal import Journal
+from pipeline.basics.files import Journal
 from tests.kit import flip, replace_once
 
 TASKS = [("set", f"q{number}", 0.0) for number in range(4)]

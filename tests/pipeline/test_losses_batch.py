@@ -22,8 +22,7 @@ from pipeline.drafts.parts.losses import Asked, Labels, Term, chunk_rows, renorm
 from pipeline.drafts.parts.objective import chosen, numbers_of
 from pipeline.drafts.skipper import SkipperConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
-from pipeline.features.batch import Noise, collate, collate_packed
-from pipeline.features.positions import Horizons, trained
+from pipeline.features.batch import Horizons, Noise, collate, collate_packed, trained
 from pipeline.features.schema import Row
 from pipeline.lm.embedding_head import LMHead
 from tests.kit import mask_of, positions_in

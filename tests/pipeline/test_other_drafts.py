@@ -13,10 +13,9 @@ from eval.measure.tasks import load_drafts
 from pipeline.artifacts.provenance import public_recipe
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding import replay
-from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.config import LoadedMethod, TreeConfig
 from pipeline.decoding.contract import DraftRequest, Frontier, RoundInput
 from pipeline.decoding.generate import Sampling, plain, speculative
-from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts import DRAFTS, build, objective_of
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config, TrainingTimeTestConfig

@@ -9,15 +9,12 @@ from hypothesis import strategies as st
 
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding import replay
-from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.config import LoadedMethod, TreeConfig
 from pipeline.decoding.contract import RoundInput
 from pipeline.decoding.generate import Sampling, plain, speculative
-from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts import make, make_untrained
-from pipeline.drafts.lookup.corpus import Corpus
-from pipeline.drafts.lookup.prompt_lookup import PromptLookupConfig
-from pipeline.drafts.lookup.suffixes import LONGEST
 from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.prompt_lookup import LONGEST, Corpus, PromptLookupConfig
 from tests.pipeline.scripted import paths_of
 from tests.pipeline.taught import NEVER, greedy, prompt_of
 

@@ -17,7 +17,7 @@ from pipeline.artifacts.provenance import (
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_sealed
 from pipeline.basics.public import public_name, public_text
-from pipeline.recipe.differences import dump_keys, release_keys, training_keys
+from pipeline.recipe.identity import dump_keys, release_keys, training_keys
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from tests.kit import replace_once

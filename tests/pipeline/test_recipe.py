@@ -13,8 +13,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.parse import from_json
 from pipeline.basics.section import Section
 from pipeline.basics.settings import Settings
-from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.method import Method
+from pipeline.decoding.config import Method, TreeConfig
 from pipeline.lm.config import ENGINE_KEYS
 from pipeline.recipe.identity import calibration_hash, dump_hash, regenerate_hash, run_hash, train_hash
 from pipeline.recipe.load import load_recipe

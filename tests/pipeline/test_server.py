@@ -11,7 +11,7 @@ from pipeline.features.engines import open_source, openai
 from pipeline.features.source import Prompt
 from pipeline.lm.config import TargetConfig
 from pipeline.recipe.recipe import Recipe
-from preprocess.dump.answers import AnswerWorker
+from preprocess.dump.interview import AnswerWorker
 from preprocess.dump.task import ShardTask
 from tests.kit import dump_here
 from tests.loopback import Handler, Loopback

@@ -6,10 +6,9 @@ import torch
 from torch import nn
 
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.config import LoadedMethod, TreeConfig
 from pipeline.decoding.contract import DraftRequest, Frontier, RoundInput
 from pipeline.decoding.generate import Sampling, plain, speculative
-from pipeline.decoding.method import LoadedMethod
 from pipeline.drafts import build, objective_of
 from pipeline.drafts.parts.layers import shapes_of
 from pipeline.drafts.skipper import SkipperConfig

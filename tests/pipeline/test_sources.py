@@ -7,14 +7,13 @@ from hypothesis import strategies as st
 
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding import replay
-from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.config import LoadedMethod, TreeConfig
 from pipeline.decoding.contract import Pool, RoundInput
 from pipeline.decoding.generate import Sampling, plain, speculative
-from pipeline.decoding.method import LoadedMethod
 from pipeline.decoding.sources import Sources, merge
 from pipeline.drafts import make
-from pipeline.drafts.lookup.prompt_lookup import PromptLookupConfig
 from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.prompt_lookup import PromptLookupConfig
 from pipeline.recipe.load import load_recipe
 from tests.kit import write_recipe
 from tests.pipeline.scripted import paths_of

@@ -8,7 +8,7 @@ from pipeline.features.source import Answer
 from pipeline.lm.chat import Encoded
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import DataConfig
-from preprocess.dump.answers import AnswerWorker, Part
+from preprocess.dump.interview import AnswerWorker, Part
 from preprocess.dump.task import ShardTask
 from preprocess.sources.dialogues import Dialogue, clean
 from preprocess.sources.intake import Intake
@@ -69,5 +69,5 @@ def ask(patch, recipe: Recipe, tokenizer, reply: list[int], *dialogues: Dialogue
 
     stop = frozenset([tokenizer.eos_token_id])
     source = SimpleNamespace(tokenizer=tokenizer, stop_ids=stop, positions=1024, one_pass=False, answers=answers)
-    patch.setattr("preprocess.dump.answers.open_source", lambda target: source)
+    patch.setattr("preprocess.dump.interview.open_source", lambda target: source)
     return AnswerWorker(recipe).work(ShardTask("part", 0, list(dialogues))), prompts

@@ -17,8 +17,7 @@ from pipeline.lm.model import fingerprint, load_tokenizer
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import DataConfig
-from preprocess.dump.answers import AnswerWorker, Part
-from preprocess.dump.interview import Conversation
+from preprocess.dump.interview import AnswerWorker, Conversation, Part
 from preprocess.dump.plan import Plan
 from preprocess.dump.task import ShardTask
 from preprocess.regenerate import _tasks, regenerate

@@ -15,8 +15,7 @@ import torch
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts import TrainedDraft, build, objective_of
 from pipeline.drafts.eagle import EagleConfig
-from pipeline.features.batch import Batch, collate
-from pipeline.features.positions import Horizons
+from pipeline.features.batch import Batch, Horizons, collate
 from pipeline.features.schema import Row
 from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead
 from pipeline.recipe.sections import TrainConfig

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pipeline.basics.errors import PipelineError
-from pipeline.features.positions import Horizons, trained
+from pipeline.features.batch import Horizons, trained
 from pipeline.features.schema import FeatureSpec, Row
 from pipeline.features.shards import FeatureStore, write_features
 from pipeline.lm.states import Needs

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.decoding.generate import Sampling, speculative
-from pipeline.features.positions import Horizons
+from pipeline.features.batch import Horizons
 from pipeline.features.schema import FP8, FeatureSpec, Row, row_dtype
 from pipeline.features.shards import FeatureStore, write_features
 from pipeline.lm.states import Needs

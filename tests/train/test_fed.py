@@ -41,9 +41,8 @@ from tests.kit import (
 )
 from tests.train.runs import kill_training, run_training, steps_so_far, stopped_here, train_here
 from tests.warm import Forked
-from train.input.order import Order
-from train.input.reads import Reads
-from train.input.stream import FedStore
+from train.input.features import FedStore
+from train.input.order import Order, Reads
 
 WEIGHTS = "drafts/jakiro/model.safetensors"
 BOUND = 290_000  # bytes: the three shards that the steps read ahead want, of five that take 375,000
@@ -258,7 +257,7 @@ def test_a_shared_folder_may_show_a_shard_late(dumped, tmp_path, monkeypatch):
         assert row.result().doc_id == store.texts.doc_id(0)
     store.want(Wanted([]), tell=False)
     path.unlink()
-    monkeypatch.setattr("train.input.stream.TELL_SECONDS", 0)
+    monkeypatch.setattr("train.input.features.TELL_SECONDS", 0)
     with pytest.raises(PipelineError, match=f"{path}: it is missing. Run again"):
         store.row(0)
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE
+from pipeline.decoding.config import LoadedMethod
 from pipeline.decoding.generate import Sampling, plain, speculative
-from pipeline.decoding.method import LoadedMethod
 from pipeline.features.shards import FeatureStore, Manifest
 from pipeline.lm.model import Target, fingerprint, load_embed_head
 from pipeline.recipe.load import load_recipe

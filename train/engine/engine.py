@@ -26,8 +26,7 @@ from pipeline.recipe.sections import TrainConfig
 from pipeline.running.cores import asked_threads, cores
 from train.engine import resume
 from train.engine.config import deepspeed_config
-from train.engine.pulse import start_pulse
-from train.engine.ranks import LOOPBACK, fail_together, meet_on_host, place_on_host
+from train.engine.ranks import LOOPBACK, fail_together, meet_on_host, place_on_host, start_pulse
 from train.engine.resume import BEST, FORMAT, RESUME, digests, read_state, require_whole, tag_of, written_by
 from train.engine.universal import convert
 

@@ -13,14 +13,13 @@ from typing import TypeVar
 import torch
 
 from pipeline.artifacts.features import Wanted
-from pipeline.features.batch import Batch, Noise, collate, collate_packed
-from pipeline.features.positions import ChoosesPositions, counts
+from pipeline.features.batch import Batch, ChoosesPositions, Noise, collate, collate_packed, counts
 from pipeline.features.shards import FeatureStore
 from pipeline.lm.model import DTYPES
 from pipeline.lm.states import Needs
 from pipeline.recipe.sections import TrainConfig
+from train.input.features import FedStore
 from train.input.order import Order
-from train.input.stream import FedStore
 
 CPU = torch.device("cpu")
 T, R = TypeVar("T"), TypeVar("R")

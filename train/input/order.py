@@ -1,7 +1,7 @@
-"""Which dialogues make up step s of epoch e: a function of (seed, epoch, step), never of the number of ranks. It is
-known from the texts alone, before any state is read.
+"""The order of training: which dialogues make up step s of epoch e, and which shards that step reads. It is a function
+of (seed, epoch, step), never of the number of ranks, and is known from the texts alone, before any state is read.
 
-Terms: a row is one dialogue or, with `train.pack_tokens`, several that are packed one behind the other; a global batch
+Terms: a row is one dialogue or, with `train.pack_tokens`, several that are packed one after the other; a global batch
 is `train.global_batch` rows and one optimiser step; a window is `train.window` shards, whose rows are shuffled
 together. Each epoch takes the shards in another order and cuts that into windows.
 
@@ -10,18 +10,47 @@ no row is left out there. So the shards that some step has read and a later one 
 window's, and during such a batch two windows'. (Where windows hold fewer rows than a batch, those that it touches.)
 """
 
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import count
 
 import numpy as np
 import torch
 
+from pipeline.artifacts.features import Wanted
 from pipeline.basics.errors import PipelineError
 from pipeline.features.schema import token_bytes
 from pipeline.features.shards import FeatureStore
 from pipeline.features.text import TextTable
 from pipeline.recipe.sections import TrainConfig
-from train.input.reads import Reads
+
+
+class Reads:
+    def __init__(self, of_steps: Sequence[set[int]], shards: int):
+        self.of_steps, self._shards, self._steps = of_steps, np.arange(shards), len(of_steps)
+        uses = [shard * self._steps + step for step, read in enumerate(of_steps) for shard in read]
+        self._uses = np.array([*sorted(uses), shards * self._steps])
+
+    def at_once(self, steps: int) -> int:
+        """The most shards that so many steps in a row read."""
+        return max(len(set().union(*self.of_steps[first : first + steps])) for first in range(self._steps))
+
+    def upcoming(self, step: int) -> list[int]:
+        """What this step and later ones read, in the order in which they read each shard next."""
+        next_S = self._uses[np.searchsorted(self._uses, self._shards * self._steps + step)]
+        read = np.flatnonzero(next_S // self._steps == self._shards)
+        return read[np.argsort(next_S[read] % self._steps, kind="stable")].tolist()
+
+    def made(self, now: int, room: int, trainings: int = 1) -> int:
+        """How many shards are made for so many trainings, one after the other, by the rule of `Wanted`."""
+        held, made = set[int](), 0
+        for step in [*range(self._steps)] * trainings:
+            wanted = Wanted(self.upcoming(step), now, room)
+            while (turn := wanted.next(held, set()))[1] is not None:
+                held = held - turn[0] | {turn[1]}
+                made += 1
+        return made
+
 
 TOGETHER = 1024  # dialogues among which rows are packed
 WINDOW_BYTES = 4e9  # of states, where the recipe names no window

@@ -25,7 +25,7 @@ from torch import Tensor
 from pipeline.basics.accelerator import sent
 from pipeline.drafts.parts.losses import Term, chunk_rows
 from pipeline.drafts.parts.objective import Objective, numbers_of
-from pipeline.features.positions import Group, Positions, Seed, trained
+from pipeline.features.batch import Group, Positions, Seed, trained
 
 if TYPE_CHECKING:
     from pipeline.drafts.parts.module import DraftModule

@@ -30,7 +30,7 @@ from pipeline.drafts.parts.losses import Term, named
 from pipeline.drafts.parts.names import Export, Facts
 from pipeline.drafts.parts.objective import Objective
 from pipeline.drafts.parts.one_layer import Dense, DraftState
-from pipeline.features.positions import Group, Positions, Seed
+from pipeline.features.batch import Group, Positions, Seed
 from pipeline.lm.attention import additive
 from pipeline.lm.states import States
 

@@ -1,13 +1,27 @@
-"""The settings of a draft, which a recipe and a tree ask."""
+"""The settings of a draft, which a recipe and a tree read, and drafting level by level."""
 
+import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.settings import Settings
 from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.contract import (
+    DraftOutput,
+    DraftRequest,
+    Draws,
+    Frontier,
+    Pool,
+    RoundInput,
+    Timer,
+    untimed,
+)
+from pipeline.decoding.grow import best_pool, grow
+from pipeline.decoding.tree import Tree
 from pipeline.drafts.parts.losses import LossKind, Term
 from pipeline.lm.states import Needs
 
@@ -191,3 +205,30 @@ class MaskConfig(Settings):
     def __post_init__(self):
         super().__post_init__()
         self.at_least(0, "mask_token")
+
+
+class Drafting:
+    """The methods of `contract.Draft` that a round calls."""
+
+    stepwise = True
+
+    @abstractmethod
+    def open(self) -> Any: ...
+
+    @abstractmethod
+    def start(self, state: Any, inputs: RoundInput, request: DraftRequest, places: int = 1) -> DraftOutput: ...
+
+    def step(self, state: Any, frontier: Frontier, request: DraftRequest) -> DraftOutput:
+        raise AssertionError("a draft whose settings say that there is a second forward has a `step` of its own")
+
+    def propose(
+        self: Any, state: Any, inputs: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = untimed
+    ) -> Tree:
+        return grow(self, state, inputs, tree, draws, timer)
+
+    def pool(self: Any, state: Any, inputs: RoundInput, tree: TreeConfig, count: int, timer: Timer = untimed) -> Pool:
+        return best_pool(self, state, inputs, tree, count, timer)
+
+    def accept_probability(self, depth: int, score: float) -> float:
+        """Its own probability of the path: the score is that one's logarithm."""
+        return math.exp(min(score, 0.0))

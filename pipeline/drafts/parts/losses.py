@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.features.positions import Group
+from pipeline.features.batch import Group
 
 # Numbers of the largest tensor of a chunk, (rows x terms, U) in float32: bounds the memory of the vocabulary-wide part.
 CHUNK_LOGITS = 1 << 25
@@ -42,7 +42,7 @@ class Term:
     """One loss of a draft."""
 
     name: str
-    group: Group  # of its positions (positions.py)
+    group: Group  # of its positions (pipeline/features/batch.py)
     weights: dict[str, float]  # of its parts: "regression" and "classification"; or "penalty" alone
     kind: LossKind = "soft-ce"
     head: int = 0  # which of the draft's own LM heads, where it has several

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.basics.errors import PipelineError
-from pipeline.drafts.parts.drafting import Drafting
+from pipeline.drafts.parts.base import Drafting
 from pipeline.drafts.parts.layers import initialise
 from pipeline.drafts.parts.losses import OwnHead
 from pipeline.lm.embedding_head import EmbeddingAndHead

@@ -25,7 +25,7 @@ from pipeline.drafts.parts.losses import (
     renormalised,
     term_sums,
 )
-from pipeline.features.positions import Group, Horizons, Positions, Seed
+from pipeline.features.batch import Group, Horizons, Positions, Seed
 
 if TYPE_CHECKING:
     from pipeline.drafts.parts.module import DraftModule
