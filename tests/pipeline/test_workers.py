@@ -138,7 +138,8 @@ def test_every_task_is_done_once_whoever_dies_hangs_or_raises(tmp_path, monkeypa
     def watch(done: int, doing: str) -> None:
         (tmp_path / f"seen {done}, {doing}").touch()
 
-    faults, variables = ("hangs", "dies", "raises"), {PASSED_ON[0]: "1", "CUDA_VISIBLE_DEVICES": ""}
+    faults, hidden = ("hangs", "dies", "raises"), dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "")
+    variables = {PASSED_ON[0]: "1"} | hidden
     records = pool.records("slow", *faults, "counts", "is sound", *variables, watch=watch)
     assert records == dict.fromkeys(["slow", *faults, "counts", "is sound"], "done") | variables
     why = {title: why for title, busy, why in pool.lost if busy == (f"an item of {title}",)}
