@@ -8,13 +8,16 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import jakiro
+from pipeline.decoding.config import Method, TreeConfig
 from pipeline.drafts import DRAFTS
 from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.sections import BenchmarkConfig
 from tests.eval.test_page import BROWSER
 from tests.kit import ROOT, command_environment
 
@@ -69,7 +72,13 @@ def test_options_of_commands_in_the_pages_are_ones(site):
 def test_every_key_of_a_recipe_says_what_it_is(site):
     page = (site / "reference/recipe.html").read_text()
     rows = re.findall(r"<tr>\s*<td><code>(\w+)</code></td>\s*(?:<td>.*?</td>\s*){2}<td>(.*?)</td>", page, re.DOTALL)
-    assert len(rows) > 100 and not [key for key, words in rows if not words.strip()]
+    kinds = [field.annotation for field in Recipe.model_fields.values()]
+    sections = [kind for kind in kinds if hasattr(kind, "model_fields")]
+    keys = [name for name, field in Recipe.model_fields.items() if field.annotation not in sections]
+    keys += [key for section in (*sections, BenchmarkConfig) for key in section.model_fields]
+    keys += [field.name for section in (TreeConfig, Method) for field in fields(section)]
+    assert sorted(key for key, _ in rows) == sorted(keys)
+    assert not [key for key, words in rows if not words.strip()]
 
 
 # Frames, as a browser's own window is not as narrow as a phone.

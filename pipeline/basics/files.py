@@ -7,7 +7,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -247,23 +247,25 @@ def sealed_lines(values: Iterable[dict[str, Any]]) -> str:
 
 def read_sealed_lines(path: Path, remedy: str) -> list[dict[str, Any]]:
     """The values of `sealed_lines`; nothing where there is no file. Raises PipelineError, which ends with `remedy`,
-    where a line was changed, added or lost, the last one included.
+    where a line was changed, added or lost, the last one included, and names one that was changed.
     """
     if not path.exists():
         return []
     *lines, closing = path.read_bytes().splitlines(keepends=True) or [b""]
-    try:
-        values = [parse_object(line, path) for line in lines]
+    values, marks = list[dict[str, Any]](), dict[str, Any]()
+    with suppress(PipelineError):
+        for line in lines:
+            values.append(unsealed(line, path, ""))
         marks = unsealed(closing, path, "")
-    except PipelineError:
-        marks = {}
     whole = {CLOSING: len(lines), "sha256": hashlib.sha256(b"".join(lines)).hexdigest()}
     if marks != whole or not closing.endswith(b"\n"):
+        place = f"line {len(values) + 1} is not the one that was written"
+        if len(values) == len(lines):
+            place = "its last line is not that of the lines before it"
         raise PipelineError(
-            f"{path} was changed or damaged after it was written, or is of another version: its last line is not that "
-            f"of the lines before it. {remedy}"
+            f"{path} was changed or damaged after it was written, or is of another version: {place}. {remedy}"
         )
-    return [{key: item for key, item in value.items() if key != SEAL} for value in values]
+    return values
 
 
 # -- files that a sealed list names: a manifest, a resume state ------------------------------------------------------

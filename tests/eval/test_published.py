@@ -211,17 +211,21 @@ def test_it_is_measured_and_what_another_machine_measured_of_the_same_weights_st
     assert line.startswith("| b | 0 | jakiro | depth 3, 7 nodes | 2 | 1.")
 
 
-def row_of(hardware: str, tau: float, benchmark: str = "b", weights: str = "w", **settings) -> Row:
-    origin = {"hardware": hardware, "settings": {"dtype": "float32"} | settings, "weights_sha256": weights}
-    return Row("decoded", "jakiro", "tau", tau, benchmark, 0.0, origin=origin)
+def row_of(weights: str = "w", **changes) -> Row:
+    """A row, but for these fields of it or of its origin."""
+    origin = {"hardware": "A", "settings": {"dtype": "float32"}, "tree": {"nodes": 7}, "code_revision": "new"}
+    origin = {key: changes.pop(key, value) for key, value in origin.items()} | {"weights_sha256": weights}
+    return replace(Row("decoded", "jakiro", "tau", 2.0, "b", 0.0, origin=origin), **changes)
 
 
 def test_only_the_same_measurement_is_replaced(tmp_path):
-    """Of the same machine, settings and benchmark; and of the same weights."""
-    other = [row_of("A", 1.4, "c"), row_of("A", 1.3, dtype="bfloat16"), row_of("B", 1.5)]
-    write_rows(tmp_path, [row_of("A", 1.0), *other, row_of("C", 1.2, weights="x")])
-    assert earlier(tmp_path, "w", [row_of("A", 2.0)]) == other
-    assert earlier(tmp_path / "nothing", "w", [row_of("A", 2.0)]) == []
+    """Whatever the code; and of the same weights."""
+    others = [{"benchmark": "c"}, {"temperature": 1.0}, {"method": "other"}, {"instrument": "served"}]
+    others += [{"hardware": "B"}, {"settings": {"dtype": "bfloat16"}}, {"tree": {"nodes": 5}}]
+    kept = [row_of(**other, value=1.4) for other in others]
+    write_rows(tmp_path, [row_of(code_revision="old", value=1.0), *kept, row_of("x", hardware="C")])
+    assert earlier(tmp_path, "w", [row_of()]) == kept
+    assert earlier(tmp_path / "nothing", "w", [row_of()]) == []
 
 
 def test_the_released_method_is_the_fastest_at_the_benchmarks_own_lengths(tiny_recipe):

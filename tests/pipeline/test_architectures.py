@@ -222,12 +222,12 @@ def test_an_attention_that_would_ignore_masks_is_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["llama-3.1", "gpt-oss"])
-def test_dialogues_of_8_and_512_tokens_in_one_bfloat16_batch_get_the_states_of_each_alone(tmp_path, family):
+def test_dialogues_of_8_and_2048_tokens_in_one_bfloat16_batch_get_the_states_of_each_alone(tmp_path, family):
     """With eager attention, whose masks add up numbers; all that fills up is finite, too."""
-    target = Target(save(tmp_path, family, max_position_embeddings=1024), "bfloat16")
+    target = Target(save(tmp_path, family, max_position_embeddings=4096), "bfloat16")
     target.model.set_attn_implementation("eager")
-    texts = [torch.tensor([prompt_of(length, length)]) for length in (512, 8)]
-    tokens_BT = torch.zeros(2, 512, dtype=torch.long)
+    texts = [torch.tensor([prompt_of(length, length)]) for length in (2048, 8)]
+    tokens_BT = torch.zeros(2, 2048, dtype=torch.long)
     for b, text in enumerate(texts):
         tokens_BT[b, : text.shape[1]] = text
     states_BTSD = target.capture_all(tokens_BT, [1, 2])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts import build, objective_of, parameter_count
@@ -10,6 +11,7 @@ from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.jakiro import JakiroConfig, MixtureOfExperts
 from pipeline.drafts.parts.layers import layer_config, shapes_of
 from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead
+from tests.pipeline.families import LLAMA_3
 
 
 def shapes(width, mlp, heads, kv, vocabulary=32000, **more):
@@ -182,6 +184,16 @@ def test_a_cast_to_bf16_leaves_ropes_frequencies_in_fp32():
     assert {parameter.dtype for parameter in draft.parameters()} == {torch.bfloat16}
     assert draft._rope[0].inv_freq.dtype == torch.float32
     assert torch.equal(draft._rope[0].inv_freq, before)
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 1e6}, LLAMA_3])
+def test_rope_is_the_targets(rope):
+    size = {"hidden_size": 64, "intermediate_size": 8, "num_attention_heads": 4, "vocab_size": 50}
+    target = LlamaConfig(**size, max_position_embeddings=512, rope_parameters=dict(rope))
+    draft = build(EagleConfig(kind="eagle"), shapes_of(target))
+    positions, x = torch.arange(300)[None], torch.zeros(1, 300, 64)
+    for got, want in zip(draft._rope[0](x, positions), LlamaRotaryEmbedding(target)(x, positions), strict=True):
+        assert torch.equal(got, want)
 
 
 # -- formulas -------------------------------------------------------------------------------------------------------

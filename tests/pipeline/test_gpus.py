@@ -65,6 +65,10 @@ def test_each_side_gets_the_gpus_that_the_recipe_gives_it(tmp_path, tiny_recipe,
         require_choice(recipe)
     require_choice(tiny_recipe)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "6,7")  # of ROCm
+    with pytest.raises(PipelineError, match=r"features.gpus=\[0\], but HIP_VISIBLE_DEVICES=6,7 in the environment"):
+        require_choice(recipe)
+    monkeypatch.delenv("HIP_VISIBLE_DEVICES")
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     with pytest.raises(PipelineError, match=r"features.gpus=\[0\], but RAY_ADDRESS=auto in the environment"):
         require_choice(recipe)

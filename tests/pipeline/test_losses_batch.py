@@ -371,6 +371,14 @@ def test_an_emptied_batch_has_neither_loss_nor_gradient(draft):
     assert not any(value for parts in sums.values() for value in parts.values())
 
 
+@pytest.mark.parametrize("lengths", [(2, 2), (1, 12, 3)])
+def test_a_batch_without_a_trained_position_has_neither_loss_nor_gradient(any_draft, lengths):
+    rows = [row_of(n, n, [0] * n, width=32, vocabulary=260, layers=3) for n in lengths]
+    loss, sums, gradient = gradient_of(any_draft, batch_of(any_draft, rows, TOTALS))
+    assert loss == 0 and not gradient.any()
+    assert not any(value for parts in sums.values() for value in parts.values())
+
+
 def test_padding_changes_no_sum(any_draft):
     """The garbage that a longer neighbour's padding could hold is never read."""
     row, totals = wide_rows()[0], TOTALS | {1: 9, 2: 8}

@@ -142,6 +142,25 @@ def test_along_the_text_decoding_answers_what_training_predicts(drafts, text, na
         assert (state.gone, state.cache.layers[0].length) == (10, 16 - 10 + 6)
 
 
+@pytest.mark.parametrize("name", [name for name in (*ONE_LAYER, *OTHERS) if VARIANTS[name].levels_of(2)])
+@torch.inference_mode()
+def test_nodes_of_different_parents_answer_as_on_a_chain_of_their_own(drafts, text, name):
+    """Three nodes, then three below the first, the last and the first."""
+    draft, parents, eye = drafts[name], [0, 2, 0], torch.eye(3, dtype=torch.bool)
+    upper, lower = torch.tensor([40, 90, 7]), torch.tensor([11, 12, 13])
+    state, one = draft.open(), DraftRequest(1)
+    root = fed(draft, state, text, 0, 9)
+    first = draft.step(state, Frontier(upper, root.carry_WD[[-1, -1, -1]], eye, 1), one)
+    seen = torch.cat([eye[parents], eye], dim=1)
+    second = draft.step(state, Frontier(lower, first.carry_WD[parents], seen, 2), one)
+    for row, parent in enumerate(parents):
+        alone = draft.open()
+        answer = stepped(draft, alone, fed(draft, alone, text, 0, 9), int(upper[parent]), 1)
+        assert torch.allclose(first.logits_LWU[0][parent], answer.logits_LWU[0][-1], atol=1e-5)
+        answer = stepped(draft, alone, answer, int(lower[row]), 2)
+        assert torch.allclose(second.logits_LWU[0][row], answer.logits_LWU[0][-1], atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "config",
     [EagleConfig(window=4), JakiroConfig(window=4), Eagle3Config(ttt_steps=2, window=4)],
@@ -162,11 +181,11 @@ def test_a_window_hides_all_inputs_but_the_last_four(loaded_target, embed_head, 
         assert seen == list(range(max(0, place - 3), place + 1))
 
 
-@pytest.mark.parametrize("name", ["gumiho", "gumiho, reduced", "dspark, reduced", "skipper"])
+@pytest.mark.parametrize("name", OTHERS)
 @torch.inference_mode()
 def test_a_rejected_tree_leaves_no_trace(drafts, text, name):
     draft = drafts[name]
-    tree = draft.config.resolve(TreeConfig(depth=3, top_k=3, nodes=8))
+    tree = draft.config.resolve(TreeConfig(depth=3 if "medusa" not in name else 2, top_k=3, nodes=8))
     used, clean = draft.open(), draft.open()
     for begin, end in ((0, 8), (8, 9), (9, 12), (12, 15)):
         inputs = RoundInput(text[0][: end + 1], states_of(draft, text, begin, end))

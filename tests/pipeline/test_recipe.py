@@ -97,7 +97,6 @@ def misspelt(key: str, nearest: str) -> str:
         (["eval.sampled_repeats=1"], misspelt("eval.sampled_repeats", "repeats")),  # a key of earlier versions
         (["draft.other.experts=2"], "draft.other.experts: unknown key 'experts'"),  # of the other kind of draft
         (["publish.zzzz=1"], "publish.zzzz: unknown key 'zzzz'; valid keys: draft, license"),
-        (["sede=1", "train.epoch=1"], "did you mean 'epochs'?\n"),  # all at once
         (["draft.jakiro.kind=jakiro", "draft.jakiro.expert=2"], "draft.jakiro.expert: "),  # named like its kind
         (["draft.eagle.kind=jakiro", "draft.eagle.expert=2"], "did you mean 'experts'?"),  # named like another kind
         (["eval.benchmarks.source={source='x', prompt=1}"], misspelt("eval.benchmarks.source.prompt", "prompts")),
@@ -185,6 +184,11 @@ def misspelt(key: str, nearest: str) -> str:
 )
 def test_what_is_refused(recipe_file, overrides, words):
     assert words in refusal(recipe_file, *overrides)
+
+
+def test_all_misspelt_keys_are_named_at_once(recipe_file):
+    message = refusal(recipe_file, "sede=1", "train.epoch=1")
+    assert misspelt("sede", "seed") in message and misspelt("train.epoch", "epochs") in message
 
 
 @pytest.mark.parametrize(

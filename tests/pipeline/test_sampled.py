@@ -5,8 +5,8 @@ import torch
 
 from pipeline.decoding import generate
 from pipeline.decoding.generate import Sampling, plain, speculative
-from tests.pipeline.exact import every_outcome
-from tests.pipeline.taught import NEVER, grown, logits_after
+from tests.pipeline.exact import drawn_error, every_outcome
+from tests.pipeline.taught import NEVER, VARIANTS, grown, logits_after, make_draft
 
 
 def joint_of_two(target, prompt, sampling):
@@ -67,6 +67,32 @@ def test_the_first_two_sampled_tokens_have_exactly_the_targets_distribution(
     assert method == "plain" or 0.01 < accepted < 0.99  # both ways of emitting the second token take part
 
 
+def wrong_rule(flaw):
+    def rule(tree, p_NV, randomness):
+        p_V = p_NV[0].double()
+        for child in tree.children()[0]:
+            token = tree.tokens[child]
+            kept = flaw == "always accepts"
+            if kept or randomness.accept(min(1.0, (p_V[token] / tree.proposals[child][token]).item())):
+                return [child], int(randomness.draw_rows(p_NV[child][None])[0])
+            p_V = p_V.index_fill(0, torch.tensor([token]), 0.0)
+            p_V = p_V / p_V.sum()
+        return [], int(randomness.draw_rows(p_V[None])[0])
+
+    return rule
+
+
+def test_the_rule_for_drawn_candidates_gives_real_rounds_the_targets_distribution(loaded_target, embed_head):
+    """Enumerated on the heaviest tokens of each round; a wrong rule is seen there."""
+    draft, rounds = make_draft(loaded_target, embed_head, VARIANTS["eagle"]), []
+    method, sampling = grown(draft, paths="eagle-1", siblings="drawn"), Sampling(4, NEVER, temperature=1.0, seed=1)
+    speculative(loaded_target, method, [65, 66, 67], sampling, lambda *seen: rounds.append(seen))
+    drawn = [(tree, sampling.probabilities(logits_NV)[0]) for _, tree, logits_NV in rounds]
+    assert drawn and all(drawn_error(tree, p_V) < 1e-12 for tree, p_V in drawn)
+    for flaw in ("always accepts", "conditions on the token only"):
+        assert all(drawn_error(tree, p_V, wrong_rule(flaw)) > 1e-6 for tree, p_V in drawn), flaw
+
+
 @pytest.mark.parametrize(
     ("name", "tree", "processing"),
     [
@@ -83,13 +109,22 @@ def test_the_first_two_sampled_tokens_have_exactly_the_targets_distribution(
 def test_no_token_outside_the_processed_support_is_emitted(loaded_target, text, taught_drafts, name, tree, processing):
     prompt, emitted = text[0], 0
     draft = grown(taught_drafts[name], **tree)
-    for seed in range(2):
+    for seed in range(5):
         sampling = Sampling(24, NEVER, **{"temperature": 1.0, **processing}, seed=seed)
         got = speculative(loaded_target, draft, prompt, sampling).tokens
         p_TV = sampling.probabilities(logits_after(loaded_target, [*prompt, *got[:-1]])[len(prompt) - 1 :])
         assert (p_TV[range(len(got)), got] > 0).all()
         emitted += len(got)
-    assert emitted == 2 * 24
+    assert emitted == 5 * 24
+
+
+def test_sampled_answers_are_a_function_of_the_seed(loaded_target, text, taught_drafts):
+    def decode(seed):
+        sampling = Sampling(16, NEVER, temperature=1.0, seed=seed)
+        return speculative(loaded_target, grown(taught_drafts["eagle"]), text[0], sampling).tokens
+
+    assert decode(1) == decode(1)
+    assert decode(1) != decode(2)
 
 
 def test_processing_matches_transformers_meaning_of_top_k_and_top_p():

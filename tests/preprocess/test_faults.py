@@ -155,13 +155,12 @@ def test_a_dialogue_is_set_aside_after_two_failures_alone(failures, suspects, se
     assert task.suspects == suspects and list(task.set_aside) == set_aside
 
 
-def test_a_batch_that_is_too_large_ends_the_job_with_one_clear_error():
-    """After workers failed on it twice, and again when each of its dialogues had come through alone."""
-    task, failure = ShardTask("train", 0, []), WorkerFailure((A, B), "it died.")
-    for _ in range(2):
-        task = next_try(task, failure, "features.batch_tokens")
+def test_a_batch_that_is_too_large_ends_the_job_with_one_clear_error(recipe, faulty_dump, undisturbed, tmp_path):
     with pytest.raises(PipelineError, match=r"the batch is too large: lower features\.batch_tokens"):
-        next_try(task, failure, "features.batch_tokens")
+        faulty_dump(killed=(lambda ids, before: "doc7" in ids and len(ids) > 1, killed()))
+    assert happened(tmp_path) == {"killed": 3}  # twice, and again after each of its dialogues came through alone
+    dump_here(load_recipe(recipe, [f"output={tmp_path / 'run'}", "features.batch_tokens=1"]))
+    assert doc_ids(recipe, tmp_path) == doc_ids(recipe, undisturbed)
 
 
 def test_a_node_that_is_lost_is_made_up_for(on_cluster, faulty_dump, undisturbed, tmp_path, caplog):

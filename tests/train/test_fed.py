@@ -40,7 +40,7 @@ from tests.kit import (
     without_ray,
 )
 from tests.train.runs import kill_training, run_training, steps_so_far, stopped_here, train_here
-from tests.warm import Forked
+from tests.warm import PATIENCE, Forked
 from train.input.features import FedStore
 from train.input.order import Order, Reads
 
@@ -108,9 +108,16 @@ def test_a_run_feeds_its_training_within_the_bound_and_leaves_nothing(dumped, st
     assert "preprocess: done already" in again.stdout and "train: done already" in again.stdout
 
 
-def feeder(dumped, recipe: Recipe) -> Forked:
+@contextmanager
+def feeder(dumped, recipe: Recipe, error: Path) -> Iterator[Forked]:
+    """A feeder's process, which writes to `error` and is killed behind the block."""
     sets = override_arguments([f"output={recipe.output}", *FED])
-    return Forked([sys.executable, "preprocess/feed.py", str(dumped[0]), *sets], command_environment())
+    process = Forked([sys.executable, "preprocess/feed.py", str(dumped[0]), *sets], command_environment(), error)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            killed(process)
 
 
 def killed(process: Forked) -> None:
@@ -121,35 +128,61 @@ def killed(process: Forked) -> None:
 
 @pytest.mark.long
 def test_either_side_is_killed_and_two_ranks_make_the_weights_of_a_stored_run(dumped, by_two, tmp_path):
-    sets, output = ["train.micro_batch=2"], tmp_path / "fed"
+    sets, output, error = ["train.micro_batch=2"], tmp_path / "fed", tmp_path / "stderr"
     recipe = prepared(dumped, output)
-    first = feeder(dumped, recipe)
     with watched(recipe.paths.features) as seen, ThreadPoolExecutor(1) as thread:
-        happened = lambda: steps_so_far(output) >= 7 or first.poll() is not None  # noqa: E731
-        kill_training(dumped, output, happened, *sets, *FED, ranks=2)
-        assert first.poll() is None
-        training = thread.submit(run_training, dumped, output, *sets, *FED, ranks=2)
-        wait_until(lambda: training.done() or steps_so_far(output) >= 12)
-        killed(first)
-        second = feeder(dumped, recipe)
-        done = training.result()
-        assert done.returncode == 0, done.stderr
-    assert second.wait() == 0 and 0 < max(seen) <= BOUND and left(recipe) == []
+        with feeder(dumped, recipe, error) as first:
+            kill_training(
+                dumped, output, lambda: steps_so_far(output) >= 7 or first.poll() is not None, *sets, *FED, ranks=2
+            )
+            assert first.poll() is None, error.read_text()
+            training = thread.submit(run_training, dumped, output, *sets, *FED, ranks=2)
+            wait_until(lambda: training.done() or steps_so_far(output) >= 12 or first.poll() is not None)
+            assert first.poll() is None, error.read_text()
+        with feeder(dumped, recipe, error) as second:
+            wait_until(lambda: training.done() or second.poll() not in (None, 0))
+            assert second.poll() in (None, 0), error.read_text()
+            assert training.result().returncode == 0, training.result().stderr
+            assert second.wait(PATIENCE) == 0, error.read_text()
+    assert 0 < max(seen) <= BOUND and left(recipe) == []
     assert sha256(output / WEIGHTS) == by_two
 
 
 @contextmanager
 def fed(recipe: Recipe) -> Iterator[Future[list[str]]]:
-    """What its feeder says in the end, which serves a training in this process, or others."""
+    """What its feeder says in the end, which serves a training in this process, or others. They would wait for ever for
+    one that failed: that interrupts the test, whose error is the feeder's.
+    """
+    test = threading.get_ident()
+
+    def serve() -> list[str]:
+        try:
+            return feed(recipe)
+        except BaseException:
+            signal.pthread_kill(test, signal.SIGINT)
+            raise
+
     with watched(recipe.paths.features) as seen, ThreadPoolExecutor(1) as thread, without_ray():
-        feeding = thread.submit(feed, recipe)
+        feeding = thread.submit(serve)
         try:
             yield feeding
+            assert "none left" in feeding.result(PATIENCE)[0]
         except BaseException:
             write_wanted(recipe, Wanted([]))
+            feeding.result(PATIENCE)
             raise
-        assert "none left" in feeding.result()[0]
     assert 0 < max(seen) <= BOUND and left(recipe) == []
+
+
+@pytest.mark.long
+def test_under_zero_3_a_training_is_fed_alike(dumped, tmp_path):
+    sets, output = ["train.zero_stage=3", "train.window=1"], tmp_path / "fed"
+    done = run_training(dumped, tmp_path / "stored", *sets)
+    assert done.returncode == 0, done.stderr
+    with fed(prepared(dumped, output)):
+        done = run_training(dumped, output, *sets, *FED)
+        assert done.returncode == 0, done.stderr
+    assert sha256(output / WEIGHTS) == sha256(tmp_path / "stored" / WEIGHTS)
 
 
 def test_until_its_patience_ends_a_training_is_fed_alike(dumped, tmp_path):
@@ -179,6 +212,16 @@ def test_drafts_that_train_together_have_the_weights_that_each_has_alone(dumped,
     assert sha256(output / eagle) == sha256(tmp_path / "alone" / eagle)
     reads = Order(FedStore(recipe, Manifest.load(recipe.paths.features).spec), recipe.train, recipe.seed).reads
     assert 5 < made <= reads.made(3, 3) < reads.made(3, 3, trainings=2)
+
+
+@pytest.mark.long
+def test_drafts_that_two_ranks_train_together_have_the_weights_that_each_has_alone(dumped, by_two, tmp_path):
+    sets, alone, both = ["train.micro_batch=2", "train.window=1"], tmp_path / "alone", tmp_path / "both"
+    for output, more, draft in ((alone, [], "eagle"), (both, ["train.together=true"], None)):
+        done = run_training(dumped, output, *sets, *more, ranks=2, draft=draft)
+        assert done.returncode == 0, done.stderr
+    eagle = "drafts/eagle/model.safetensors"
+    assert sha256(both / WEIGHTS) == by_two and sha256(both / eagle) == sha256(alone / eagle)
 
 
 @pytest.mark.parametrize("place", [pytest.param("store", marks=pytest.mark.long), "folder"])
@@ -219,6 +262,7 @@ def test_a_nodes_ranks_read_copies_of_shards_that_come_and_go(
             train_here(dumped, output, *sets)
     assert sha256(output / WEIGHTS) == (by_two if place == "store" else stored)
     assert max(seen) <= BOUND and 0 < max(copies) <= BOUND
+    assert max(seen) > 0 or place == "folder"  # nothing is put there
     assert of_train() == 0 and list(local.glob("*-train-*")) == []
     assert {path.name for path in local.glob("*.arrow")} < checksums(dumped[1]).keys()
 

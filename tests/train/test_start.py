@@ -22,7 +22,8 @@ from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import markdown
 from tests.kit import ROOT, change_sealed, dump_here, flip, recipe_tree, write_recipe, write_sharegpt
-from tests.train.runs import lines_of, stopped_here, train_here
+from tests.train.runs import largest_difference, lines_of, run_training, stopped_here, train_here
+from tests.train.test_training import ZERO_3
 from train.loop import new_draft
 from train.start import read_start
 
@@ -229,14 +230,21 @@ def test_a_commit_of_the_hub_is_fetched_and_the_card_says_so(onward, bases, tmp_
     assert f"`{facts['sha256']}`; what differed there: target. It has 64 of this draft's 64 tokens." in body
 
 
+SAME = "draft.jakiro.vocabulary=128"  # as the undisturbed draft's
+
+
+def begins_with(base: Path) -> tuple[str, ...]:
+    return SAME, f"draft.jakiro.start={base}", "draft.jakiro.start_differs=['target']"
+
+
 @pytest.mark.real
 def test_a_trained_draft_goes_on_for_a_fine_tune_of_its_target(onward, undisturbed, tmp_path):
     """Ahead of a cold draft all along; a stop changes no byte."""
-    base, same = undisturbed / "drafts/jakiro", ("draft.jakiro.vocabulary=128",)
-    begins = (*same, f"draft.jakiro.start={base}", "draft.jakiro.start_differs=['target']")
+    base = undisturbed / "drafts/jakiro"
+    begins = begins_with(base)
     warm, cold, stopped = (tmp_path / name for name in ("warm", "cold", "stopped"))
     train_here(onward, warm, *begins)
-    train_here(onward, cold, *same)
+    train_here(onward, cold, SAME)
     curves = [[line["loss"] for line in lines_of(output, "validation")] for output in (warm, cold)]
     print(f"validation loss, warm and cold: {curves}")
     assert len(curves[0]) == 3 and all(one < other for one, other in zip(*curves, strict=True))
@@ -249,3 +257,13 @@ def test_a_trained_draft_goes_on_for_a_fine_tune_of_its_target(onward, undisturb
     assert json.loads((folder / "provenance.json").read_text())["start"] == facts
     ids = [load_file(path / checkpoint.WEIGHTS)["draft_token_ids"] for path in (folder, base)]
     assert torch.equal(*ids)
+
+
+@pytest.mark.real
+@pytest.mark.long
+def test_two_ranks_under_zero_3_go_on_with_the_loss_of_one(onward, undisturbed, tmp_path):
+    begins = begins_with(undisturbed / "drafts/jakiro")
+    train_here(onward, tmp_path / "one", *begins)
+    done = run_training(onward, tmp_path / "two", *begins, *ZERO_3, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert largest_difference(tmp_path / "one", tmp_path / "two") < 1e-5
