@@ -15,7 +15,8 @@ from eval.main import main as evaluate
 from eval.measure.report import DEPTH, by_place, is_noise, usual_said
 from eval.measure.tasks import evaluation_lock, methods_of
 from eval.release import card as cards
-from eval.release.publish import build_release, files_in
+from eval.release.folder import files_in
+from eval.release.publish import build_release
 from eval.results import main as show_results
 from eval.tune import main as tune
 from pipeline.artifacts import checkpoint

@@ -11,8 +11,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from eval.release.card import render
+from eval.release.folder import CARD
 from eval.release.hub import Repository
-from eval.release.publish import CARD
 from pipeline.artifacts.features import fetch
 from pipeline.artifacts.provenance import RECIPE, revision
 from pipeline.basics.errors import PipelineError

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from eval.release.publish import install, push
+from eval.release.folder import install
+from eval.release.publish import push
 from pipeline.artifacts.reports import REPORT
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_sealed

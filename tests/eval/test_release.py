@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.release.publish import files_in, install
+from eval.release.folder import files_in, install
 from pipeline.artifacts.reports import RELEASE, read_release
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
