@@ -199,7 +199,7 @@ def test_each_folder_of_the_code_is_listed():
     ("page", "said", "value"),
     [
         ("README.md", r"has to divide global_batch, which is (\d+)", TrainConfig().global_batch),
-        ("README.md", r"\[(\d+) families\]", len(FAMILIES)),
+        ("docs/scope.md", r"\[(\d+) families\]", len(FAMILIES)),
         ("docs/data.md", r"`target.template_date`\s\((\S+) unless you set it\)", TargetConfig(model="x").template_date),
         (
             "docs/trees.md",
