@@ -158,10 +158,10 @@ def test_the_loss_and_its_gradient_are_those_by_hand(draft, monkeypatch, togethe
 FLAWS = {
     "its anchor's own state": lambda first, last, *rest: BLOCK_MASK(first, last + 1, *rest),
     "states up to its own end": lambda first, last, count, block, *_: BLOCK_MASK(first, last + block, count, block),
-    "other blocks": lambda *given: torch.cat(
-        [BLOCK_MASK(*given)[..., : given[2]], BLOCK_MASK(*given)[..., given[2] :] | True], 2
+    "other blocks": lambda *arguments: torch.cat(
+        [BLOCK_MASK(*arguments)[..., : arguments[2]], BLOCK_MASK(*arguments)[..., arguments[2] :] | True], 2
     ),
-    "no place behind it": lambda *given: BLOCK_MASK(*given).tril(given[2]),
+    "no place after it": lambda *arguments: BLOCK_MASK(*arguments).tril(arguments[2]),
 }
 BLOCK_MASK = dflash.block_mask
 

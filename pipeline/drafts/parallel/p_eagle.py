@@ -110,8 +110,8 @@ class PEagle(MaskTokenDraft, Dense, Eagle3Frame):
     def _mask(self, anchor_R: Tensor, depth_R: Tensor, anchor_C: Tensor, depth_C: Tensor) -> Tensor:
         """Return the attention mask, bool (..., R, C), from each row's and column's input of the text and depth."""
         a, s, b, d = anchor_R[..., None], depth_R[..., None], anchor_C[..., None, :], depth_C[..., None, :]
-        sees = torch.where(d == 0, b <= a, (b == a) & (d <= s))
-        return sees & (a + s - b - d < self.config.window) if self.config.window else sees
+        visible = torch.where(d == 0, b <= a, (b == a) & (d <= s))
+        return visible & (a + s - b - d < self.config.window) if self.config.window else visible
 
     def _layers(self, features: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any = None) -> Tensor:
         """Return features (B, R, D) of rows (B, R), before the head's norm."""
