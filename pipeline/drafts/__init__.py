@@ -1,4 +1,4 @@
-"""The drafts, one file a paper, and the table of them: all that anything else knows a draft by."""
+"""The drafts, one file for each paper, and the table `DRAFTS`, through which all other code finds them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from pipeline.drafts.small_model import SmallLlama, SmallLlamaConfig, SmallModel
 
 
 class Kind(NamedTuple):
-    """One kind of draft: all that anything asks beside the draft itself."""
+    """One kind of draft: its settings, its class, its training objective and its names in other engines."""
 
     config: type[DraftConfig]
     make: Callable[..., Any]
@@ -35,7 +35,7 @@ class Kind(NamedTuple):
     names: Names = Names()
 
 
-# By the `kind` of their settings and, where that has several frames, the frame.
+# The key is the `kind` of the settings and, if the kind has several frames, the frame.
 DRAFTS: dict[str, Kind] = {
     "dflash": Kind(DFlashConfig, DFlash, BlockObjective, dflash.NAMES),
     "dspark": Kind(DSparkConfig, DSpark, BlockObjective, dspark.NAMES),
@@ -55,7 +55,7 @@ DRAFTS: dict[str, Kind] = {
 
 
 def kind_of(settings: Any) -> str:
-    """The key of `DRAFTS` for some settings, as a dictionary or made."""
+    """Return the key of `DRAFTS` for settings, given as a dictionary or as a `DraftConfig`."""
     kind, frame = (
         settings.get(key) if isinstance(settings, dict) else getattr(settings, key, None) for key in ("kind", "frame")
     )
@@ -63,21 +63,22 @@ def kind_of(settings: Any) -> str:
 
 
 def settings_from(raw: dict[str, Any]) -> DraftConfig:
-    """A draft's settings as an artifact holds them. Raises KeyError for a kind that this version does not know, and
-    ValueError for settings.
+    """Return a draft's settings from the dictionary that an artifact holds.
+
+    Raises KeyError for a kind that this version does not know, and ValueError for invalid settings.
     """
     return from_json(DRAFTS[kind_of(raw)].config, raw)
 
 
 def make(config: DraftConfig, shapes: dict[str, Any]) -> Source:
-    """A draft in the shapes of its target (`layers.shapes_of`); a trained one's weights are not initialised."""
+    """Return a draft in the shapes of its target (`layers.shapes_of`); weights to be trained are not initialised."""
     return DRAFTS[kind_of(config)].make(config, shapes)
 
 
 def make_untrained(config: DraftConfig, shapes: dict[str, Any], tokenizer: Callable[[], Any]) -> Source:
-    """`make` for a draft that reads nothing but text; the `tokenizer` is asked for where it has a corpus.
+    """Return an untrained draft. If it has a corpus, read that with the tokenizer that `tokenizer` loads.
 
-    Raises PipelineError where that cannot be read.
+    Raises PipelineError if the corpus cannot be read.
     """
     draft = make(config, shapes)
     if isinstance(draft, PromptLookup):
@@ -86,16 +87,17 @@ def make_untrained(config: DraftConfig, shapes: dict[str, Any], tokenizer: Calla
 
 
 def build(config: DraftConfig, shapes: dict[str, Any]) -> TrainedDraft:
-    """`make` for a draft that is trained; what its training begins with is no part of it."""
-    draft = make(config.cold(), shapes)
+    """Return a draft to be trained. The settings for the start of its training are left out of it."""
+    draft = make(config.without_start(), shapes)
     assert isinstance(draft, TrainedDraft)
     return draft
 
 
 def objective_of(config: DraftConfig) -> Objective:
-    """What a draft of these settings is trained on."""
+    """Return the training objective for a draft with these settings."""
     return DRAFTS[kind_of(config)].objective(config)
 
 
 def parameter_count(draft: DraftModule) -> int:
+    """Return the number of the draft's own parameters."""
     return sum(parameter.numel() for parameter in draft.parameters())

@@ -1,7 +1,7 @@
 """EAGLE-1/2 (arXiv 2401.15077, 2406.16858): one dense Llama layer without input norm, no final norm.
 
-Its frame is Jakiro's first one, too: fc over [embedding; feature], where the feature is the target's last hidden state,
-and the target's own LM head.
+Its frame, which Jakiro also uses, is fc over [embedding; feature], where the feature is the target's last hidden state,
+and the target's LM head.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.drafts.parts.base import DenseConfig, ScaledConfig
 from pipeline.drafts.parts.layers import AttentionBlock
-from pipeline.drafts.parts.names import IDS, Export, Form, Names, llama_of
+from pipeline.drafts.parts.names import IDS, Export, Form, Names, llama_config
 from pipeline.drafts.parts.one_layer import Dense, OneLayer, OneLayerConfig
 
 
@@ -38,15 +38,15 @@ class EagleFrame(OneLayer):
         super().__init__(config, shapes)
         width = self.llama.hidden_size
         self.fc = nn.Linear(2 * width, width, bias=config.fc_bias)
-        self.layers = nn.ModuleList([AttentionBlock(self.llama, self.follow(self.llama))])
+        self.layers = nn.ModuleList([AttentionBlock(self.llama, self.mlp_modules(self.llama))])
 
     @property
     def block(self) -> AttentionBlock:
         return self.layers[0]  # type: ignore[return-value]
 
-    def embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
-        found = nn.functional.embedding(tokens, self.embed_head.embedding_VD) * self.config.embedding_scale
-        return found.to(like.dtype)
+    def embed(self, tokens: Tensor, like: Tensor) -> Tensor:
+        embedding = nn.functional.embedding(tokens, self.embed_head.embedding_VD) * self.config.embedding_scale
+        return embedding.to(like.dtype)
 
     def features(self, states_TSD: Tensor) -> Tensor:
         return states_TSD[..., 0, :]
@@ -60,7 +60,7 @@ class Eagle(Dense, EagleFrame):
     config: EagleConfig
 
 
-# -- what others call it -----------------------------------------------------------------------------------------------
+# -- names in other software -------------------------------------------------------------------------------------------
 
 NO_BIAS = {"fc_bias": "vLLM has no bias there; train with fc_bias=false, or export to sglang"}
 
@@ -71,11 +71,11 @@ def engine_config(draft: EagleFrame, weights: dict[str, Tensor], export: Export)
     if config.embedding_scale != 1.0:
         scaled = fc[:, :width].float() * config.embedding_scale
         weights["fc.weight"] = torch.cat([scaled.to(fc.dtype), fc[:, width:]], dim=1)
-    if export.engine == "sglang":  # which would leave a missing bias random
+    if export.engine == "sglang":  # SGLang would leave a missing bias random
         weights.setdefault("fc.bias", torch.zeros(width, dtype=fc.dtype))
-    # vLLM counts its layers behind the target's, and looks them up in `layer_types` less this number.
-    more = {"target_layer_count": draft.shapes["target_layers"]} if config.window else {}
-    return {"architectures": [export.architecture]} | llama_of(draft, weights) | more
+    # vLLM numbers the draft's layers after the target's, and subtracts this number to index `layer_types`.
+    window_keys = {"target_layer_count": draft.shapes["target_layers"]} if config.window else {}
+    return {"architectures": [export.architecture]} | llama_config(draft, weights) | window_keys
 
 
 NAMES = Names(
@@ -85,5 +85,5 @@ NAMES = Names(
     },
     engine_config=engine_config,
     method={"method": "eagle"},
-    not_exported=(IDS,),  # engines guess with the target's whole head
+    not_exported=(IDS,),  # engines guess with the target's full head
 )

@@ -1,13 +1,13 @@
-"""EAGLE-3 (arXiv 2503.01840): features fused from three layers of the target, a head of the draft's own, no regression.
+"""EAGLE-3 (arXiv 2503.01840): features fused from three layers of the target, the draft's own head, no regression.
 
 With g_i = fc([a_i; b_i; c_i]) of the outputs of three decoder layers, and e the embedding of t_{i+1}:
 
     u = attention([norm(e); norm(g)]) + g,    f = u + MLP(norm(u)),    logits of t_{i+2} = head(norm(f))
 
-The next forward's feature is f. It is trained in up to 7 steps over its own features (the training-time test), step s
-weighing 0.8^(s-1). EAGLE-3.1's options: a norm for each layer's output before fc (`fc_norm`), and the normed f as the
-next feature (`norm_output`). What others publish beside: one norm for the three outputs together (`norm_before_fc`),
-biases of the attention, norms of its queries and keys. Tensor names are those that engines read.
+The next forward's feature is f. It is trained in up to 7 steps over its own features (the training-time test); step s
+has weight 0.8^(s-1). EAGLE-3.1 has two options: a norm for each layer's output before fc (`fc_norm`), and the normed f
+as the next feature (`norm_output`). Other published drafts have one norm for the three outputs together
+(`norm_before_fc`), biases of the attention, norms of its queries and keys. Tensor names are those that engines read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,15 +21,15 @@ from pipeline.basics.errors import PipelineError
 from pipeline.drafts.parts.base import DenseConfig, FusedConfig
 from pipeline.drafts.parts.layers import AttentionBlock, norm
 from pipeline.drafts.parts.losses import OwnHead, Term
-from pipeline.drafts.parts.names import AUXILIARY, GPT_OSS, IDS, UNSAID, Export, Facts, Form, Names, llama_of
+from pipeline.drafts.parts.names import AUXILIARY, GPT_OSS, IDS, UNSAID, Export, Facts, Form, Names, llama_config
 from pipeline.drafts.parts.one_layer import Dense, OneLayer, OneLayerConfig
 
-DECAY = 0.8  # of a loss's weight, for each forward, or depth, before it
+DECAY = 0.8  # factor of a loss's weight for each earlier forward pass or depth
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3FrameConfig(FusedConfig, OneLayerConfig):
-    """A fused feature has no label: no regression."""
+    """The settings of the frame. A fused feature has no label, so there is no regression."""
 
     next_weights: ClassVar = {"classification": 1.0}
     ahead_weights: ClassVar = {"classification": 0.5}
@@ -41,16 +41,18 @@ class Eagle3FrameConfig(FusedConfig, OneLayerConfig):
     attention_bias: bool = False  # of q, k, v and o
     qk_norm: bool = False  # of each head's queries and keys, before RoPE, as Qwen3's
     # The target's distribution over a reduced vocabulary. masked: renormalised, and positions whose likeliest token is
-    # not in it have no loss (the reference's); renormalised: every position; whole: with its own, lesser, mass.
+    # not in it have no loss (the reference's); renormalised: every position; whole: not renormalised, mass below 1.
     teacher: Literal["masked", "renormalised", "whole"] = "masked"
 
     def __post_init__(self):
         super().__post_init__()
         if self.norm_before_fc and self.fc_norm:
-            raise ValueError("norm_before_fc and fc_norm: an output is normed once before fc, set one of them to false")
+            raise ValueError(
+                "norm_before_fc and fc_norm are both true: an output is normed once before fc, set one of them to false"
+            )
 
     @property
-    def asks_whole_head(self) -> bool:
+    def needs_full_head(self) -> bool:
         return self.vocabulary is not None and self.teacher != "renormalised"
 
     @property
@@ -62,7 +64,7 @@ class Eagle3FrameConfig(FusedConfig, OneLayerConfig):
         return self.auxiliary_layers or ["default"]
 
     def reference_layers(self, target_layers: int) -> list[int]:
-        """2, L // 2, L - 3 of targets with 7 layers and more; of smaller ones as many as there are."""
+        """Return layers 2, L // 2 and L - 3 of targets with at least 7 layers; fewer layers of smaller targets."""
         return sorted({min(2, target_layers), max(target_layers // 2, 1), max(target_layers - 3, 1)})
 
 
@@ -75,11 +77,13 @@ class TrainingTimeTestConfig(Eagle3FrameConfig):
         self.at_least(1, "ttt_steps")
 
     def terms(self, step: int) -> list[Term]:
-        """And of the forwards on the draft's own features."""
+        """Return the terms, including those of the forward passes on the draft's own features."""
         steps = range(2, self.ttt_steps + 1)
         weights = [{"classification": DECAY ** (n - 1)} for n in steps]
-        own = [Term(f"ttt_{n}", 1, given, self.objective) for n, given in zip(steps, weights, strict=True)]
-        return [*super().terms(step), *own]
+        ttt_terms = [
+            Term(f"ttt_{n}", 1, step_weights, self.objective) for n, step_weights in zip(steps, weights, strict=True)
+        ]
+        return [*super().terms(step), *ttt_terms]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +108,7 @@ class Eagle3Frame(OneLayer):
             self.fc_norm = nn.ModuleList(norm(self.llama) for _ in range(sources))
         self.fc = nn.Linear(sources * width, width, bias=False)
         norms = {"input_layernorm": norm(self.llama), "hidden_norm": norm(self.llama)}
-        parts = self.follow(self.llama) | norms
+        parts = self.mlp_modules(self.llama) | norms
         self.midlayer = AttentionBlock(self.llama, parts, inputs=2 * width, qk_norm=config.qk_norm)
         self.norm = norm(self.llama)
         self.lm_head = OwnHead(width, self.vocabulary_size)
@@ -115,10 +119,10 @@ class Eagle3Frame(OneLayer):
 
     def features(self, states_TSD: Tensor) -> Tensor:
         if self.config.fc_norm:
-            normed = [own(states_TSD[..., place, :]) for place, own in enumerate(self.fc_norm)]
+            normed = [layer_norm(states_TSD[..., place, :]) for place, layer_norm in enumerate(self.fc_norm)]
             return self.fc(torch.cat(normed, dim=-1))
-        together = states_TSD.flatten(-2)
-        return self.fc(self.input_norm(together) if self.config.norm_before_fc else together)
+        joined = states_TSD.flatten(-2)
+        return self.fc(self.input_norm(joined) if self.config.norm_before_fc else joined)
 
     def inputs(self, features: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         block: Any = self.midlayer
@@ -126,14 +130,14 @@ class Eagle3Frame(OneLayer):
         both = torch.cat([block.input_layernorm(embedded), normed], dim=-1)
         return both, normed if self.config.norm_before_residual else features
 
-    def carried(self, feature: Tensor) -> Tensor:
+    def next_feature(self, feature: Tensor) -> Tensor:
         return self.norm(feature) if self.config.norm_output else feature
 
     @property
     def own_heads(self) -> list[OwnHead]:
         return [self.lm_head]
 
-    def normed(self, features: Tensor) -> Tensor:
+    def head_input(self, features: Tensor) -> Tensor:
         return self.norm(features)
 
 
@@ -141,21 +145,21 @@ class Eagle3(Dense, Eagle3Frame):
     config: Eagle3Config
 
 
-# -- what others call it -----------------------------------------------------------------------------------------------
+# -- names in other software -------------------------------------------------------------------------------------------
 
-FUSED = 3  # layers whose outputs engines fuse
+FUSED_LAYERS = 3  # layers whose outputs engines fuse
 FLAGS = ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc")
-NO_3_1 = "llama.cpp has no EAGLE-3.1; train without, or use vllm"
-OF_LAYER = dict.fromkeys(("attention_bias", "qk_norm", "window"), "")
+NO_EAGLE_3_1 = "llama.cpp has no EAGLE-3.1; train without, or use vllm"
+UNSUPPORTED_LAYER_OPTIONS = dict.fromkeys(("attention_bias", "qk_norm", "window"), "")
 
 
 def engine_config(
-    draft: Eagle3Frame, weights: dict[str, Tensor], export: Export, more: dict[str, Any] | None = None
+    draft: Eagle3Frame, weights: dict[str, Tensor], export: Export, extra_keys: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Raises PipelineError for other layers than engines fuse."""
+    """Return config.json for an engine. Raises PipelineError for layers that engines cannot fuse."""
     config, layers, last = draft.config, list(draft.needs.auxiliary), draft.shapes["target_layers"]
-    if len(layers) != FUSED:
-        raise PipelineError(f"auxiliary_layers={layers}: engines fuse {FUSED} layers")
+    if len(layers) != FUSED_LAYERS:
+        raise PipelineError(f"auxiliary_layers={layers}: engines fuse {FUSED_LAYERS} layers")
     if layers[-1] >= last:
         raise PipelineError(
             f"auxiliary_layers={layers}: engines read the input of a layer, and none follows layer {layers[-1]}"
@@ -163,19 +167,19 @@ def engine_config(
     if (ids := weights.pop(IDS, None)) is not None:
         weights["d2t"] = ids - torch.arange(len(ids))
         weights["t2d"] = torch.zeros(draft.target_vocabulary, dtype=torch.bool).index_fill_(0, ids, True)
-    layer = llama_of(draft, weights) | {"attention_bias": config.attention_bias}
+    layer = llama_config(draft, weights) | {"attention_bias": config.attention_bias}
     layer |= {"model_type": "qwen3"} if config.qk_norm else {}
     flags = {key: getattr(config, key) for key in FLAGS}
     flags |= {"draft_vocab_size": draft.vocabulary_size, "target_hidden_size": draft.shapes["hidden_size"]}
     if export.engine == "speculators":
         return _speculators(layer, export) | {AUXILIARY: layers} | flags
-    # vLLM and llama.cpp count a layer's inputs as transformers does; SGLang adds one to what it reads, but for gpt-oss
-    # since its pull request 32334.
+    # vLLM and llama.cpp number layer inputs as transformers does. SGLang adds one to the numbers that it reads, except
+    # for gpt-oss since its pull request 32334.
     adds_one = export.engine == "sglang" and export.family != GPT_OSS
-    own = {"num_aux_hidden_states": len(layers), AUXILIARY: [n - 1 for n in layers] if adds_one else layers}
+    layer_keys = {"num_aux_hidden_states": len(layers), AUXILIARY: [n - 1 for n in layers] if adds_one else layers}
     name = "Eagle3Qwen3ForCausalLM" if config.qk_norm else export.architecture
-    outer = flags | (more or {}) | ({} if adds_one else own)
-    return {"architectures": [name]} | layer | outer | {"eagle_config": {"use_aux_hidden_state": True, **own}}
+    outer = flags | (extra_keys or {}) | ({} if adds_one else layer_keys)
+    return {"architectures": [name]} | layer | outer | {"eagle_config": {"use_aux_hidden_state": True, **layer_keys}}
 
 
 def _speculators(layer: dict[str, Any], export: Export) -> dict[str, Any]:
@@ -196,42 +200,48 @@ def _speculators(layer: dict[str, Any], export: Export) -> dict[str, Any]:
     }
 
 
-def _by_number(name: str, _: Any) -> str:
+def _numbered_name(name: str, _: Any) -> str:
     return name.replace("midlayer.", "layers.0.", 1)
 
 
-def facts(draft: Eagle3Frame, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
-    """A flag that is not given is false, but `norm_before_residual` of speculators' EAGLE-3, which vLLM takes for true;
-    what has tensors is also told by them.
+def facts(draft: Eagle3Frame, config_json: dict[str, Any], tensors: Mapping[str, Tensor]) -> Facts:
+    """Return the layers and flags, the file's and ours.
+
+    A missing flag is false, except `norm_before_residual` of speculators' EAGLE-3, which vLLM takes as true. Options
+    that have tensors are also recognised by these.
     """
-    last, own = draft.shapes["target_layers"], list(draft.needs.auxiliary)
-    layers = theirs.get(AUXILIARY) or UNSAID
-    fc = names.get("fc.weight")
-    room = fc is None or fc.shape[-1] == len(own) * draft.shapes["hidden_size"]
-    if layers == [*own, last] and room:  # some list the last one, too, which only training reads
-        layers = own
-    attention = {name.rpartition(".self_attn.")[2] for name in names}
+    last, fused_layers = draft.shapes["target_layers"], list(draft.needs.auxiliary)
+    layers = config_json.get(AUXILIARY) or UNSAID
+    fc = tensors.get("fc.weight")
+    fc_fits = fc is None or fc.shape[-1] == len(fused_layers) * draft.shapes["hidden_size"]
+    if layers == [*fused_layers, last] and fc_fits:  # some files also list the last layer, which only training reads
+        layers = fused_layers
+    attention = {name.rpartition(".self_attn.")[2] for name in tensors}
     by_default = {
-        "norm_before_residual": theirs.get("speculators_model_type") == "eagle3",
-        "norm_before_fc": "input_norm.weight" in names,
-        "fc_norm": "fc_norm.0.weight" in names,
+        "norm_before_residual": config_json.get("speculators_model_type") == "eagle3",
+        "norm_before_fc": "input_norm.weight" in tensors,
+        "fc_norm": "fc_norm.0.weight" in tensors,
     }
-    stated = {key: theirs.get(key, by_default.get(key, False)) for key in FLAGS}
-    stated["attention_bias"] = theirs.get("attention_bias") or theirs.get("qkv_bias") or "q_proj.bias" in attention
+    stated = {key: config_json.get(key, by_default.get(key, False)) for key in FLAGS}
+    stated["attention_bias"] = (
+        config_json.get("attention_bias") or config_json.get("qkv_bias") or "q_proj.bias" in attention
+    )
     stated["qk_norm"] = "q_norm.weight" in attention
-    found: Facts = {"auxiliary_layers": (layers, own)}
-    return found | {key: (bool(value), getattr(draft.config, key)) for key, value in stated.items()}
+    layer_fact: Facts = {"auxiliary_layers": (layers, fused_layers)}
+    return layer_fact | {key: (bool(value), getattr(draft.config, key)) for key, value in stated.items()}
 
 
-BY_NUMBER = {"others": Form(_by_number)}  # to be read
-AUTHORS = Form(architecture="LlamaForCausalLMEagle3")
+NUMBERED_FORMAT = {"others": Form(_numbered_name)}  # only read, never written
+AUTHORS_FORMAT = Form(architecture="LlamaForCausalLMEagle3")
 NO_RESIDUAL = {"norm_before_residual": "SGLang adds the plain feature; train without, or use vllm"}
 NAMES = Names(
     forms={
-        "vllm": AUTHORS,
-        "sglang": replace(AUTHORS, lacks=NO_RESIDUAL | {"norm_before_fc": ""} | OF_LAYER),
-        "gguf": replace(AUTHORS, lacks={"fc_norm": NO_3_1, "norm_output": NO_3_1} | OF_LAYER),
-        "speculators": Form(_by_number, "Eagle3Speculator"),
+        "vllm": AUTHORS_FORMAT,
+        "sglang": replace(AUTHORS_FORMAT, lacks=NO_RESIDUAL | {"norm_before_fc": ""} | UNSUPPORTED_LAYER_OPTIONS),
+        "gguf": replace(
+            AUTHORS_FORMAT, lacks={"fc_norm": NO_EAGLE_3_1, "norm_output": NO_EAGLE_3_1} | UNSUPPORTED_LAYER_OPTIONS
+        ),
+        "speculators": Form(_numbered_name, "Eagle3Speculator"),
     },
     engine_config=engine_config,
     method={"method": "eagle3"},

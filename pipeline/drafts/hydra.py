@@ -1,10 +1,10 @@
-"""Hydra and Hydra++ (arXiv 2402.05109): heads as Medusa's that also see the tokens which the heads before them guessed.
+"""Hydra and Hydra++ (arXiv 2402.05109): Medusa heads that also see the tokens guessed by earlier heads.
 
     head k    x_k = blocks_k([s_i; e(t_{i+1}); ...; e(t_{i+k})])   ->   t_{i+1+k}
 
 s_i is the target's last hidden state f_i (Hydra) or a decoder layer's output over f_0 .. f_i (Hydra++, ``prefix``).
-The released code repeats one residual block by multiplying a list; here each block has weights of its own. Dropout,
-which the paper's recipe has, is left out: a training here is a function of its seed and its batches.
+The released code repeats one residual block by multiplying a list; here each block has its own weights. Dropout, which
+the paper's recipe has, is left out: training is a function of its seed and its batches.
 """
 
 import re
@@ -19,7 +19,7 @@ from pipeline.basics.accelerator import sent
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
 from pipeline.drafts.parts.base import DenseConfig, ScaledConfig
-from pipeline.drafts.parts.heads import HeadsConfig, HeadsDraft, own_heads
+from pipeline.drafts.parts.heads import HeadsConfig, HeadsDraft, make_lm_heads
 from pipeline.drafts.parts.heads import facts as facts_of_heads
 from pipeline.drafts.parts.layers import AttentionBlock, ResBlock, layer_config, norm, rotary, swiglu
 from pipeline.drafts.parts.names import Facts, Form, Names
@@ -40,7 +40,7 @@ class HydraConfig(ScaledConfig, DenseConfig, HeadsConfig):
 
     @property
     def decay(self) -> float:
-        """Plain Hydra trains as Medusa does."""
+        """The factor of the loss's weight for each token ahead; plain Hydra trains as Medusa does."""
         return 1.0 if self.prefix else super().decay
 
     def levels_of(self, number: int) -> int:
@@ -56,7 +56,7 @@ class HydraState:
 
 
 class Prefix(nn.Module):
-    """A Llama decoder layer with its input norm, and the norm behind it."""
+    """A Llama decoder layer with its input norm and the norm after it."""
 
     def __init__(self, llama: Any, width: int):
         super().__init__()
@@ -76,7 +76,7 @@ class Hydra(HeadsDraft):
     def __init__(self, config: HydraConfig, shapes: dict):
         super().__init__(config, shapes)
         self.llama = layer_config(shapes)
-        self._rope = [rotary(self.llama)]  # a list keeps it out of the module tree: no cast touches its frequencies
+        self._rope = [rotary(self.llama)]  # in a list, outside of the module tree: no cast changes its frequencies
         width = shapes["hidden_size"]
         if config.prefix:
             self.prefix = Prefix(self.llama, config.mlp_width or self.llama.intermediate_size)
@@ -84,17 +84,17 @@ class Hydra(HeadsDraft):
             nn.Sequential(ResBlock((k + 1) * width, width), *(ResBlock(width, width) for _ in range(1, config.blocks)))
             for k in range(1, config.heads + 1)
         )
-        self.lm_heads = own_heads(config, width, self.vocabulary_size)
+        self.lm_heads = make_lm_heads(config, width, self.vocabulary_size)
 
-    def _share(self, other: Self) -> None:
-        other._rope = self._rope
+    def _share(self, draft_copy: Self) -> None:
+        draft_copy._rope = self._rope
 
     def _embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
         embedded = nn.functional.embedding(tokens, self.embed_head.embedding_VD) * self.config.embedding_scale
         return embedded.to(like.dtype)
 
     def _summary(self, f_BTD: Tensor, positions_BT: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
-        """s_i"""
+        """Return s_i."""
         if not self.config.prefix:
             return f_BTD
         return self.prefix(f_BTD, self._rope[0].to(f_BTD.device)(f_BTD, positions_BT), mask, cache)
@@ -107,11 +107,11 @@ class Hydra(HeadsDraft):
             mask, positions = whole_texts(batch.tokens_BT, batch.begins_BT, {FULL: None}, batch.hidden_BTD.dtype)
         inputs = [self._summary(batch.hidden_BTD, positions, mask, None)]
         embedded = self._embedded(batch.tokens_BT, batch.hidden_BTD)
-        found = []
+        features = []
         for head in self.heads:
             inputs.append(embedded.roll(1 - len(inputs), 1))  # e(t_{i+k}) for head k; a row's end is not trained
-            found.append(head(torch.cat(inputs, dim=-1)))
-        return found, None
+            features.append(head(torch.cat(inputs, dim=-1)))
+        return features, None
 
     # -- decoding -------------------------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class Hydra(HeadsDraft):
         return HydraState()
 
     def _output(self, input_WD: Tensor, number: int) -> DraftOutput:
-        """Of head `number`, from 0; its children's forward appends a token to the same input."""
+        """Return the output of head `number`, from 0. The children's forward pass appends a token to the same input."""
         return DraftOutput(input_WD, [self.logits(self.heads[number](input_WD), number)])
 
     @torch.inference_mode()
@@ -127,8 +127,8 @@ class Hydra(HeadsDraft):
         f_TD, past, mask = inputs.states_TSD[:, 0], state.verified, None
         count, device = len(f_TD), f_TD.device
         if past and count > 1:
-            earlier = behind(past, count, device)
-            mask = additive(earlier, f_TD.dtype)[None, None]
+            visible = behind(past, count, device)
+            mask = additive(visible, f_TD.dtype)[None, None]
         positions = torch.arange(past, past + count, device=device)[None]
         summary_TD = self._summary(f_TD[None], positions, mask, state.cache)[0]
         state.verified = past + count
@@ -141,7 +141,7 @@ class Hydra(HeadsDraft):
         return self._output(torch.cat([frontier.carry_WD, embedded_WD], dim=-1), frontier.depth)
 
 
-# -- what others call it -----------------------------------------------------------------------------------------------
+# -- names in other software -------------------------------------------------------------------------------------------
 
 
 def _hydra_name(name: str, _: Any) -> str:
@@ -149,7 +149,7 @@ def _hydra_name(name: str, _: Any) -> str:
 
 
 def _hydra_plus_name(name: str, _: Any) -> str:
-    """Hydra++'s blocks and LM heads stand behind a dropout each, and its prefix is a whole Llama model."""
+    """Return the name in Hydra++: blocks and LM heads come after a dropout each, and the prefix is a full Llama."""
     if at := re.fullmatch(r"heads\.(\d+)\.(\d+)\.(.+)", name):
         return f"hydra_mlp.{at[1]}.{2 * int(at[2]) + 1}.{at[3]}"
     name = re.sub(r"^lm_heads\.(\d+)\.", r"hydra_lm_head.\1.1.", name)
@@ -157,20 +157,20 @@ def _hydra_plus_name(name: str, _: Any) -> str:
     return re.sub(r"^prefix\.norm\.", "prefix_embeding_layer.norm.", name)
 
 
-def facts(draft: Hydra, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
-    """Raises PipelineError for heads that read an earlier layer's states."""
-    if offset := theirs.get("hidden_state_offset", 0):
+def facts(draft: Hydra, config_json: dict[str, Any], tensors: Mapping[str, Tensor]) -> Facts:
+    """Return facts of heads and prefix. Raises PipelineError for heads that read the states of an earlier layer."""
+    if offset := config_json.get("hidden_state_offset", 0):
         raise PipelineError(
-            f"the checkpoint's heads read the states of an earlier layer (hidden_state_offset={offset}), a Hydra "
-            "here those of the last: only checkpoints of offset 0 can be imported"
+            f"the checkpoint's heads read the states of an earlier layer (hidden_state_offset={offset}), but this "
+            "implementation reads those of the last: only checkpoints of offset 0 can be imported"
         )
-    found = facts_of_heads(draft, theirs, names)
-    prefix = any(name.startswith(("prefix.", "prefix_embeding_layer.")) for name in names)
-    return found and found | {"prefix": (prefix, draft.config.prefix)}
+    head_facts = facts_of_heads(draft, config_json, tensors)
+    prefix = any(name.startswith(("prefix.", "prefix_embeding_layer.")) for name in tensors)
+    return head_facts and head_facts | {"prefix": (prefix, draft.config.prefix)}
 
 
 NAMES = Names(
     {"hydra": Form(_hydra_name), "hydra++": Form(_hydra_plus_name)},
     facts=facts,
-    unread=r"prefix_embeding_layer\.embed_tokens\.weight",  # nobody's
+    unread=r"prefix_embeding_layer\.embed_tokens\.weight",  # not read by any Hydra
 )

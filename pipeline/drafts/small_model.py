@@ -1,8 +1,8 @@
-"""Speculative sampling with a small language model (arXiv 2302.01318), its trees and its cache like any draft's.
+"""Speculative sampling with a small language model (arXiv 2302.01318), with trees and a cache like any draft.
 
-``small-llama`` is trained here: a Llama of a few layers on the text alone, which learns the target's distribution. The
-first token that it sees is t_1, since a batch pairs every token with the state before it. ``small-model`` is somebody
-else's, of the target's tokenizer, and sees the whole text.
+``small-llama`` is trained here: a Llama of a few layers that reads only the text and learns the target's distribution.
+The first token that it reads is t_1, since a batch pairs every token with the state before it. ``small-model`` is an
+existing model with the target's tokenizer, and reads the full text.
 """
 
 from dataclasses import dataclass, replace
@@ -18,8 +18,8 @@ from pipeline.decoding.contract import DraftOutput
 from pipeline.drafts.parts.base import DraftConfig, Drafting, VocabularyConfig
 from pipeline.drafts.parts.losses import OwnHead, Term
 from pipeline.drafts.parts.module import TrainedDraft
-from pipeline.drafts.parts.names import WHOLE, Export, Form, Names
-from pipeline.drafts.parts.reads_text import ReadsText
+from pipeline.drafts.parts.names import NO_OWN_VOCABULARY, Export, Form, Names
+from pipeline.drafts.parts.reads_text import TextDrafting
 from pipeline.lm.attention import FULL, GROUPED, whole_texts
 from pipeline.lm.embedding_head import known_tokens
 from pipeline.lm.states import Needs
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from pipeline.features.batch import Batch
 
 
-class Apart:
-    """Hides a module from `nn.Module` registration: no cast and no state dict of its owner touches it."""
+class UnregisteredModule:
+    """A wrapper that keeps a module out of `nn.Module` registration: casts and state dicts of its owner skip it."""
 
     def __init__(self, module: nn.Module):
         self._module = module
 
-    def __call__(self, x: Tensor, *arguments: Any, **more: Any) -> Any:
-        return self._module.to(x.device)(x, *arguments, **more)
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self._module.to(x.device)(x, *args, **kwargs)
 
 
 # -- trained here ------------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ class SmallLlamaConfig(VocabularyConfig):
 
     @property
     def attention_heads(self) -> int:
-        """Of 64 numbers each, but four at least."""
+        """The number of attention heads: one per 64 numbers of the width, at least four."""
         return max(self.width // 64, 4)
 
     def needs(self, target_layers: int) -> Needs:
@@ -69,7 +69,7 @@ class SmallLlamaConfig(VocabularyConfig):
         return [Term("next", 1, {"classification": 1.0}, self.objective)]
 
 
-class SmallLlama(ReadsText, TrainedDraft):
+class SmallLlama(TextDrafting, TrainedDraft):
     config: SmallLlamaConfig
     skipped = 1
 
@@ -90,12 +90,12 @@ class SmallLlama(ReadsText, TrainedDraft):
         self.lm = LlamaForCausalLM(llama)
         self.lm.lm_head = OwnHead(config.width, self.vocabulary_size)
         rope: Any = self.lm.model.rotary_emb
-        del self.lm.model.rotary_emb  # out of the module tree: a cast to bf16 must not touch its frequencies
-        self.lm.model.rotary_emb = Apart(rope)
+        del self.lm.model.rotary_emb  # out of the module tree: a cast to bf16 must not change its frequencies
+        self.lm.model.rotary_emb = UnregisteredModule(rope)
         self._reader: list[Verifier] = []
 
-    def _share(self, other: Self) -> None:
-        other.lm.model.rotary_emb = self.lm.model.rotary_emb
+    def _share(self, draft_copy: Self) -> None:
+        draft_copy.lm.model.rotary_emb = self.lm.model.rotary_emb
 
     @property
     def own_heads(self) -> list[OwnHead]:
@@ -106,9 +106,9 @@ class SmallLlama(ReadsText, TrainedDraft):
         return []
 
     def prepare(self) -> None:
-        self._reads()
+        self._verifier()
 
-    def _reads(self) -> Verifier:
+    def _verifier(self) -> Verifier:
         if not self._reader or (self._reader[0].dtype, self._reader[0].device) != (self.dtype, self.device):
             self._reader = [Verifier(self.lm.eval(), self.lm.config, self.name)]
         return self._reader[0]
@@ -119,25 +119,25 @@ class SmallLlama(ReadsText, TrainedDraft):
         return [out.last_hidden_state], None
 
     def _read(self, tokens_N: Tensor, cache: Any, positions_N: Tensor | None, mask_NC: Tensor | None) -> Tensor:
-        return self._reads().forward(tokens_N, cache, positions_N, mask_NC).final_ND
+        return self._verifier().forward(tokens_N, cache, positions_N, mask_NC).final_ND
 
     def _output(self, hidden_WD: Tensor) -> DraftOutput:
         return DraftOutput(hidden_WD, [self.logits(hidden_WD)])
 
 
 def engine_config(draft: SmallLlama, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
-    """The language model that it is."""
+    """Return the config of a language model."""
     return draft.lm.config.to_dict() | {"architectures": [export.architecture]}
 
 
 NAMES = Names(
-    {"vllm": Form(lambda name, _: name.removeprefix("lm."), "LlamaForCausalLM", WHOLE)},
+    {"vllm": Form(lambda name, _: name.removeprefix("lm."), "LlamaForCausalLM", NO_OWN_VOCABULARY)},
     engine_config=engine_config,
     method={"method": "draft_model"},
 )
 
 
-# -- somebody else's ---------------------------------------------------------------------------------------------------
+# -- an existing model -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ class SmallModelConfig(DraftConfig):
     trained: ClassVar = False
 
     kind: Literal["small-model"] = "small-model"
-    model: str  # OWNER/NAME of the Hub, or a folder; of the target's tokenizer
+    model: str  # OWNER/NAME of the Hub, or a folder; with the target's tokenizer
     revision: str | None = None
     trust_remote_code: bool = False
 
@@ -159,8 +159,8 @@ class SmallModelConfig(DraftConfig):
         return Needs(final=False)
 
 
-class SmallModel(ReadsText, Drafting):
-    """It guesses from the tokens that both vocabularies have."""
+class SmallModel(TextDrafting, Drafting):
+    """A draft that is an existing small model. It guesses only tokens that both vocabularies have."""
 
     def __init__(self, config: SmallModelConfig, shapes: dict[str, Any]):
         self.config = config
@@ -170,32 +170,32 @@ class SmallModel(ReadsText, Drafting):
         self.token_ids_U: Tensor | None = None
         self._reader: list[Verifier] = []
 
-    def read_by(self, reader: Verifier, tokenizer: Any, targets: Any) -> None:
-        """Gives it its model, and both tokenizers. Raises PipelineError where they are not the same."""
-        differ = set(tokenizer.get_vocab().items()) ^ set(targets.get_vocab().items())
+    def read_by(self, reader: Verifier, tokenizer: Any, target_tokenizer: Any) -> None:
+        """Attach the model, given both tokenizers. Raises PipelineError if these differ."""
+        differ = set(tokenizer.get_vocab().items()) ^ set(target_tokenizer.get_vocab().items())
         if differ:
-            token, number = min(differ, key=lambda one: one[1])
+            token, number = min(differ, key=lambda entry: entry[1])
             raise PipelineError(
                 f"draft {self.name!r}: {self.config.public().model} has another tokenizer than the target: they differ "
                 f"in {len(differ)} tokens, the first is {token!r} ({number}). Name a model of the target's family"
             )
         self._reader = [reader]
-        size = min(reader.head.linear.out_features, known_tokens(targets))  # either's rows may be padded
+        size = min(reader.head.linear.out_features, known_tokens(target_tokenizer))  # either embedding may be padded
         if size < self.target_vocabulary:
             self.token_ids_U = torch.arange(size, device=reader.device)
 
-    def _reads(self) -> Verifier:
+    def _verifier(self) -> Verifier:
         if not self._reader:
-            raise AssertionError("read_by() comes before the first forward")
+            raise AssertionError("call read_by() before the first forward")
         return self._reader[0]
 
     def packable(self) -> list[nn.Module]:
-        """What decodes."""
-        return [self._reads().decoder, self._reads().head]
+        """Return the modules whose linear layers decoding may pack."""
+        return [self._verifier().decoder, self._verifier().head]
 
     def _read(self, tokens_N: Tensor, cache: Any, positions_N: Tensor | None, mask_NC: Tensor | None) -> Tensor:
-        return self._reads().forward(tokens_N, cache, positions_N, mask_NC).final_ND
+        return self._verifier().forward(tokens_N, cache, positions_N, mask_NC).final_ND
 
     def _output(self, hidden_WD: Tensor) -> DraftOutput:
         size = self.target_vocabulary if self.token_ids_U is None else len(self.token_ids_U)
-        return DraftOutput(hidden_WD, [self._reads().head(hidden_WD)[:, :size]])
+        return DraftOutput(hidden_WD, [self._verifier().head(hidden_WD)[:, :size]])

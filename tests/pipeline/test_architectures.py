@@ -1,4 +1,4 @@
-"""Targets of other families, tiny and random: each goes the whole way from dump to decoding, and nothing is lost."""
+"""Targets of other families, tiny and random: each goes through dump, training and decoding, and is lossless."""
 
 import json
 from dataclasses import dataclass
@@ -112,7 +112,7 @@ def test_the_whole_path_from_dump_to_lossless_decoding(families, dialogues, tmp_
     config, target = families[family].config, families[family].target
     recipe, embed_head = small_recipe(config, dialogues, tmp_path / "run"), load_embed_head(config)
     hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(embed_head.embedding_VD, target.embedding_VD)  # the ends that the files hold are the model's
+    assert torch.equal(embed_head.embedding_VD, target.embedding_VD)  # embedding and head in the files are the model's
     assert torch.equal(embed_head.head(hidden), target.head(hidden))
     dump_here(recipe)
     row = FeatureStore(recipe.paths.features, "train", feature_spec(recipe)).row(0)
@@ -138,31 +138,33 @@ def test_heads_of_every_kind_are_among_the_families(families):
 
 
 def alone(target: Target, tokens: list[int]) -> torch.Tensor:
-    """The last token's state by the model's own uncached forward, with its own masks."""
+    """Return the last token's state by the model's own uncached forward, with its own masks."""
     return target.capture(torch.tensor([tokens]))[0, -1]
 
 
 @torch.inference_mode()
 def require_plain_states(target: Target, reference: Target, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind a prompt of `before` tokens: trees with an accepted path, and single tokens, against uncached forwards."""
+    """Compare states after a prompt of `before` tokens with uncached forwards: trees with an accepted path, and single
+    tokens.
+    """
     prompt, rounds, (trees, texts) = prompt_of(before, before), [], forwards_of(target, monkeypatch)
     draft = make_draft(reference, reference.embed_head("one"), VARIANTS["eagle"])
     draft.propose = planted(reference, [1, 3, 6])
-    got = speculative(target, grown(draft), prompt, Sampling(10, NEVER), lambda *seen: rounds.append(seen))
-    assert got.acceptance.accepted[3] >= 1 and len(rounds) in (2, 3)  # of at least 4 tokens, but for the last
+    got = speculative(target, grown(draft), prompt, Sampling(10, NEVER), lambda *count: rounds.append(count))
+    assert got.acceptance.accepted[3] >= 1 and len(rounds) in (2, 3)  # of at least 4 tokens, except the last
     for (tokens, tree, _), states in zip(rounds, trees, strict=True):
         for node, text in enumerate(texts_of_paths(tokens[:-1], tree)):
             assert torch.allclose(states.final_ND[node], alone(reference, text), atol=3e-5)
     answer = plain(target, prompt, Sampling(10, NEVER)).tokens
-    for seen, states in enumerate(texts[-9:], start=1):
-        assert torch.allclose(states.final_ND[-1], alone(reference, prompt + answer[:seen]), atol=3e-5)
+    for count, states in enumerate(texts[-9:], start=1):
+        assert torch.allclose(states.final_ND[-1], alone(reference, prompt + answer[:count]), atol=3e-5)
     assert answer == got.tokens
     assert answer == logits_after(reference, prompt + answer[:-1])[before - 1 :].argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tree_and_what_follows_it_get_plain_forwards_states(families, family, monkeypatch):
-    """Prompts shorter than a window, as long, and longer: the tree lies before its edge, across it and behind it."""
+    """Prompts shorter than a window, as long, and longer: the tree lies before its edge, across it and after it."""
     for before in (1, WINDOW - 3, WINDOW, 3 * WINDOW) if family in SLIDING else (1, 3 * WINDOW):
         with monkeypatch.context() as patch:
             require_plain_states(families[family].target, families[family].target, before, patch)
@@ -178,9 +180,7 @@ def test_a_compiled_target_gets_plain_forwards_states(families, family, monkeypa
 
 @pytest.mark.parametrize("family", SLIDING)
 def test_sliding_layers_do_slide(families, family):
-    """What lies before the window of every layer between reaches nothing: these families' tests are not on full
-    attention.
-    """
+    """Tokens before the windows of all layers have no effect, so these families' tests do not run on full attention."""
     target = families[family].target
     assert attention.windows(target.config) == SLIDING[family]
     layers = target.config.num_hidden_layers if SLIDING[family] == ALONE else 1
@@ -190,24 +190,25 @@ def test_sliding_layers_do_slide(families, family):
         assert torch.equal(logits_after(target, far)[-1], logits_after(target, near)[-1])
     else:
         states = [target.capture_all(torch.tensor([tokens]), [1])[0, :, 1] for tokens in (far, near)]
-        apart = (states[0] - states[1]).abs().amax(-1)  # by position: the last one's window begins behind the first
-        assert apart[:-1].min() > 1
+        # By position: the window of the last begins after the first token.
+        difference = (states[0] - states[1]).abs().amax(-1)
+        assert difference[:-1].min() > 1
         # Experts are computed for groups of tokens, and how a sum is rounded depends on its group's size.
         rounding = 8 * torch.finfo(torch.float32).eps * states[0].abs().max()
-        assert target.config.layer_types[0] != "sliding_attention" or apart[-1] <= rounding
+        assert target.config.layer_types[0] != "sliding_attention" or difference[-1] <= rounding
 
 
 def test_a_window_is_counted_along_each_nodes_path():
-    """Of 4 tokens, behind 3 cached ones: root, two children, a child of the second."""
-    seen = torch.tensor(
+    """The tree has 4 tokens after 3 cached ones: root, two children, a child of the second."""
+    visible = torch.tensor(
         [[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 1, 0], [1, 1, 1, 1, 0, 1, 1]]
     ).bool()
     kinds = {"full_attention": None, "sliding_attention": 3}
-    found = attention.masks(kinds, seen, torch.tensor([3, 4, 4, 5]), torch.float32)
-    assert torch.equal(found["full_attention"][0, 0] == 0, seen)
+    masks = attention.masks(kinds, visible, torch.tensor([3, 4, 4, 5]), torch.float32)
+    assert torch.equal(masks["full_attention"][0, 0] == 0, visible)
     want = [[0, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 0, 1, 0], [0, 0, 0, 1, 0, 1, 1]]
-    assert torch.equal(found["sliding_attention"][0, 0] == 0, torch.tensor(want).bool())
-    alone = attention.masks({"sliding_attention": 3}, seen, torch.tensor([3, 4, 4, 5]), torch.float32, (6, 10))
+    assert torch.equal(masks["sliding_attention"][0, 0] == 0, torch.tensor(want).bool())
+    alone = attention.masks({"sliding_attention": 3}, visible, torch.tensor([3, 4, 4, 5]), torch.float32, (6, 10))
     assert alone.shape == (1, 1, 6, 10)
     assert torch.equal(alone[0, 0, :4, :7] == 0, torch.tensor(want).bool())
     assert (alone[0, 0, :4, 7:] < 0).all() and (alone[0, 0, 4:, 0] == 0).all() and (alone[0, 0, 4:, 1:] < 0).all()
@@ -223,7 +224,7 @@ def test_an_attention_that_would_ignore_masks_is_replaced(tmp_path):
 
 @pytest.mark.parametrize("family", ["llama-3.1", "gpt-oss"])
 def test_dialogues_of_8_and_2048_tokens_in_one_bfloat16_batch_get_the_states_of_each_alone(tmp_path, family):
-    """With eager attention, whose masks add up numbers; all that fills up is finite, too."""
+    """Attention is eager, where masks are added to scores; the states of padding are finite as well."""
     target = Target(save(tmp_path, family, max_position_embeddings=4096), "bfloat16")
     target.model.set_attn_implementation("eager")
     texts = [torch.tensor([prompt_of(length, length)]) for length in (2048, 8)]
@@ -270,9 +271,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_layers_that_cannot_verify_a_tree_are_refused_before_weights_are_loaded(tmp_path, family):
-    settings, why = REFUSED[family]
+    settings, reason = REFUSED[family]
     AutoConfig.for_model(family, **{**SMALL, **settings}).save_pretrained(tmp_path)
-    with pytest.raises(PipelineError, match=f"target .* has {why}.*Supported are decoders"):
+    with pytest.raises(PipelineError, match=f"target .* has {reason}.*Supported are decoders"):
         load_config(TargetConfig(model=str(tmp_path)))
 
 
@@ -285,7 +286,7 @@ def test_what_is_no_language_model_is_refused(tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fault", ["mask", "window", "positions"])
 def test_a_target_whose_attention_ignores_the_tree_is_refused(families, monkeypatch, fault, dtype):
-    """An architecture that nobody foresaw: found on a few tokens, whatever its configuration says."""
+    """An unknown architecture is recognised on a few tokens, whatever its configuration says."""
     config = families["mistral, sliding"].config
     Target(config, dtype)
     masks, forward = attention.masks, Target.forward

@@ -1,5 +1,5 @@
-"""Every draft, tree and kind of attention on a make-believe accelerator (tests/strict.py): the CPU's numbers, no mixing
-of devices, and waits that are counted.
+"""Every draft, tree and kind of attention on a simulated accelerator (tests/strict.py): the CPU's numbers, no mixing
+of devices, and a count of the times that the host waits.
 """
 
 import copy
@@ -26,8 +26,8 @@ def total(counts: Counter) -> int:
     return sum(counts.values())
 
 
-def moved(target: Verifier) -> Verifier:
-    """The same target on the device."""
+def move_to_device(target: Verifier) -> Verifier:
+    """Return the same target on the device."""
     target.unhook()
     return Verifier(copy.deepcopy(target.model).to(DEVICE), target.config, "there")
 
@@ -51,15 +51,15 @@ def test_it_refuses_what_an_accelerator_refuses():
         ):
             with pytest.raises(Mixed):
                 mixing()
-        assert isinstance(x + torch.tensor(1.0), Strict)  # a number goes along with the kernel
+        assert isinstance(x + torch.tensor(1.0), Strict)  # a scalar is passed to the kernel
     assert not torch.accelerator.is_available()
 
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_it_counts_what_an_accelerator_is_waited_for(inference):
-    with rehearsal() as seen, torch.inference_mode(inference):
+    with rehearsal() as counts, torch.inference_mode(inference):
         x = torch.arange(3.0).pin_memory().to(DEVICE, non_blocking=True)
-        assert not seen.waits and not seen.copies
+        assert not counts.waits and not counts.copies
         asks = [
             x.sum().item,
             lambda: int(x[0]),
@@ -71,12 +71,12 @@ def test_it_counts_what_an_accelerator_is_waited_for(inference):
         ]
         for number, ask in enumerate([*asks, lambda: torch.bincount(x.long()), torch.accelerator.synchronize], start=1):
             ask()
-            assert total(seen.waits) == number
+            assert total(counts.waits) == number
         pageable = [lambda: torch.ones(3).to(DEVICE, non_blocking=True), lambda: torch.tensor([1], device=DEVICE)]
         for number, copy in enumerate([*pageable, lambda: torch.ones(3).pin_memory().to(DEVICE), lambda: x[[0]]], 1):
             copy()
-            assert total(seen.copies) == number
-        assert all(place.startswith("tests/pipeline/test_device.py:") for _, place in seen.waits)
+            assert total(counts.copies) == number
+        assert all(place.startswith("tests/pipeline/test_device.py:") for _, place in counts.waits)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -101,18 +101,18 @@ def batch_for(draft, packed: bool) -> Batch:
     return collate(rows, objective_of(draft.config), totals, auxiliary=auxiliary)
 
 
-def stepped(draft, batch: Batch):
-    """Loss, sums and gradients of a micro-batch."""
+def compute_gradients(draft, batch: Batch):
+    """Return loss, sums and gradients of a micro-batch."""
     loss, sums = objective_of(draft.config).loss(draft, batch)
     loss.backward()
     return loss, sums, {name: p.grad for name, p in draft.named_parameters() if p.grad is not None}
 
 
-def waits_of(name: str) -> int:
-    """Of a micro-batch. Which experts have how many tokens is asked once in each pass, where not all are kept."""
+def expected_waits(name: str) -> int:
+    """Return the waits of a micro-batch: one in each forward for the experts' token counts, unless all are selected."""
     config = VARIANTS[name]
-    kept = getattr(config, "experts_per_token", None)
-    return config.ttt_steps if kept and config.experts > kept else 0
+    top_k = getattr(config, "experts_per_token", None)
+    return config.ttt_steps if top_k and config.experts > top_k else 0
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed, in chunks"])
@@ -121,21 +121,22 @@ def test_a_training_micro_batch_is_the_cpus_and_is_not_waited_for(loaded_target,
     monkeypatch.setattr("pipeline.drafts.parts.objective.chunk_rows", lambda *_: 7 if packed else 1 << 20)
     draft = make_draft(loaded_target, embed_head, VARIANTS[name]).train().requires_grad_(True)
     batch = batch_for(draft, packed)
-    monkeypatch.setattr(attention, "PER_HEAD", ())  # the device's shapes: others round otherwise on some CPUs
-    want_loss, want_sums, want = stepped(draft, batch)
+    monkeypatch.setattr(attention, "PER_HEAD", ())  # the device's shapes: other shapes round differently on some CPUs
+    want_loss, want_sums, want = compute_gradients(draft, batch)
     loaded_target.unhook()
-    mine = replace(embed_head, decoder=copy.deepcopy(embed_head.decoder))  # moving it would move the others'
-    there = make_draft(loaded_target, mine, VARIANTS[name]).train().requires_grad_(True)
-    with rehearsal() as seen:
-        there.to(DEVICE)
-        there.move_embed_head(DEVICE, torch.float32)
-        stepped(there, batch.pinned().to(DEVICE, torch.float32))  # what is brought there once
-        there.zero_grad()
-        seen.waits.clear()
-        seen.copies.clear()
-        loss, sums, got = stepped(there, batch.pinned().to(DEVICE, torch.float32))
-        assert total(seen.waits) == waits_of(name), seen.waits
-        assert total(seen.copies) == 0, seen.copies
+    # A copy, since moving it would move the other draft's.
+    own_embed_head = replace(embed_head, decoder=copy.deepcopy(embed_head.decoder))
+    device_draft = make_draft(loaded_target, own_embed_head, VARIANTS[name]).train().requires_grad_(True)
+    with rehearsal() as counts:
+        device_draft.to(DEVICE)
+        device_draft.move_embed_head(DEVICE, torch.float32)
+        compute_gradients(device_draft, batch.pinned().to(DEVICE, torch.float32))  # what is brought there once
+        device_draft.zero_grad()
+        counts.waits.clear()
+        counts.copies.clear()
+        loss, sums, got = compute_gradients(device_draft, batch.pinned().to(DEVICE, torch.float32))
+        assert total(counts.waits) == expected_waits(name), counts.waits
+        assert total(counts.copies) == 0, counts.copies
         assert torch.equal(loss.cpu(), want_loss)
         assert {n: {p: x.item() for p, x in parts.items()} for n, parts in sums.items()} == {
             n: {p: x.item() for p, x in parts.items()} for n, parts in want_sums.items()
@@ -149,48 +150,51 @@ def test_a_training_micro_batch_is_the_cpus_and_is_not_waited_for(loaded_target,
 
 
 def rounds_of(target, method: LoadedMethod, temperature: float):
-    """An answer from a prompt that is in the cache already."""
+    """Return a function that decodes an answer after a prompt that is in the cache already."""
     sampling = Sampling(6, NEVER, temperature=temperature, seed=3)
     ready = prefill(target, prompt_of(3), 6 + method.room(False), method.draft.needs.auxiliary)
     return lambda: speculative(target, method, prompt_of(3), sampling, prefilled=ready)
 
 
-def decodes_alike(target, embed_head, config, tree: dict, temperature: float = 0.0) -> None:
+def check_decodes_alike(target, embed_head, config, tree: dict, temperature: float = 0.0) -> None:
     want = rounds_of(target, grown(make_draft(target, embed_head, config), **tree), temperature)()
     method = grown(make_draft(target, embed_head, config), **tree)
-    with rehearsal() as seen:
-        there, draft = moved(target), method.draft.to(DEVICE)
-        draft.bind(there.embed_head("there"))
+    with rehearsal() as counts:
+        device_target, draft = move_to_device(target), method.draft.to(DEVICE)
+        draft.bind(device_target.embed_head("there"))
         draft.prepare()
-        rounds_of(there, method, temperature)()  # what is brought there once
-        decode = rounds_of(there, method, temperature)
-        seen.waits.clear()
-        seen.copies.clear()
+        rounds_of(device_target, method, temperature)()  # what is brought there once
+        decode = rounds_of(device_target, method, temperature)
+        counts.waits.clear()
+        counts.copies.clear()
         got = decode()
     assert got.tokens == want.tokens
     assert got.acceptance == want.acceptance
     rounds = got.acceptance.passes
     forwards, blocks = got.draft_forwards, target.config.num_hidden_layers
-    asked = forwards * 2 * blocks if config.kind == "skipper" else 0  # its blocks' tokens, and what their caches keep
-    own = 2 * rounds + 3  # the first token, and the clock's two looks
-    assert own <= total(seen.waits) <= own + asked, seen.waits
-    assert total(seen.copies) == 0, seen.copies
+    # The waits for the tokens of its blocks, and the size of their caches.
+    router_waits = forwards * 2 * blocks if config.kind == "skipper" else 0
+    loop_waits = 2 * rounds + 3  # the first token, and two readings of the clock
+    assert loop_waits <= total(counts.waits) <= loop_waits + router_waits, counts.waits
+    assert total(counts.copies) == 0, counts.copies
 
 
-OTHERS = set(VARIANTS) - {name for name, _ in KINDS.values()}  # that no kind of tree is shown with
+WITHOUT_KIND = set(VARIANTS) - {name for name, _ in KINDS.values()}  # drafts that no kind of tree is tested with
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *sorted(OTHERS)])
+@pytest.mark.parametrize("kind", [*KINDS, *sorted(WITHOUT_KIND)])
 def test_every_draft_and_kind_of_tree_decodes_as_on_the_cpu_with_two_waits_a_round(loaded_target, embed_head, kind):
     name, tree = KINDS.get(kind, (kind, {"depth": 4, "top_k": 4, "nodes": 16}))
-    decodes_alike(loaded_target, embed_head, VARIANTS[name], tree, temperature=1.0 if "drawn" in str(tree) else 0.0)
+    check_decodes_alike(
+        loaded_target, embed_head, VARIANTS[name], tree, temperature=1.0 if "drawn" in str(tree) else 0.0
+    )
 
 
 @pytest.mark.parametrize(
     ("queries", "keys", "masked", "trained", "sound"),
     [
         (192, 192, True, True, False),
-        (130, 192, True, True, False),  # what counts are the keys
+        (130, 192, True, True, False),  # the number of keys decides
         (192, 256, True, True, True),
         (193, 193, True, True, True),
         (192, 192, False, True, True),
@@ -198,15 +202,15 @@ def test_every_draft_and_kind_of_tree_decodes_as_on_the_cpu_with_two_waits_a_rou
     ],
 )
 def test_cudnn_is_not_asked_for_a_gradient_that_it_makes_nan(monkeypatch, queries, keys, masked, trained, sound):
-    """Behind a mask, of keys 64 more than a multiple of 128, on the strict device and off it."""
-    asked = []
+    """The fault needs a mask and 64 keys more than a multiple of 128; checked on the strict device and off it."""
+    enabled = []
     attend = torch.nn.functional.scaled_dot_product_attention
 
-    def seen(*given, **options):
-        asked.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return attend(*given, **options)
+    def record(*arguments, **options):
+        enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*arguments, **options)
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
     layer = torch.nn.Module()
     layer.is_causal, layer.num_key_value_groups = True, 2
     q, k = torch.randn(1, 4, queries, 8, requires_grad=trained), torch.randn(1, 2, keys, 8)
@@ -215,7 +219,7 @@ def test_cudnn_is_not_asked_for_a_gradient_that_it_makes_nan(monkeypatch, querie
     with torch.set_grad_enabled(trained):
         attention.grouped(layer, q, k, k, mask, scaling=1.0)
         with rehearsal():
-            there = None if mask is None else mask.to(DEVICE)
-            attention.grouped(layer, q.to(DEVICE), k.to(DEVICE), k.to(DEVICE), there, scaling=1.0)
-    assert asked == [sound] * 2
+            device_mask = None if mask is None else mask.to(DEVICE)
+            attention.grouped(layer, q.to(DEVICE), k.to(DEVICE), k.to(DEVICE), device_mask, scaling=1.0)
+    assert enabled == [sound] * 2
     assert torch.backends.cuda.cudnn_sdp_enabled()

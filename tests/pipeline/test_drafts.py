@@ -43,7 +43,7 @@ def on_meta(config, *shape, **more):
 
 
 def by_hand(kind, width, mlp, heads, kv, bias):
-    """fc, attention with grouped keys and values, one norm, and what follows it."""
+    """Return the parameters of fc, attention with grouped keys and values, one norm, and the MLP or experts."""
     shared = 2 * width * width + bias * width + 2 * width * width + 2 * width * (width // heads * kv) + width
     return shared + (3 * width * mlp if kind == "eagle" else 4 * width + 2 * 3 * width * width)
 
@@ -165,16 +165,16 @@ def test_initialisation_is_a_function_of_the_seed(config):
         draft.initialise(seed)
         return draft.state_dict()
 
-    one, again, other = weights(1, 10), weights(1, 20), weights(2, 10)
-    assert all(torch.equal(one[name], again[name]) for name in one)
-    matrices = [name for name in one if one[name].ndim == 2]
-    assert not any(torch.equal(one[name], other[name]) for name in matrices)
-    assert all(0.01 < one[name].std() < 0.03 for name in matrices)
-    assert (one["layers.0.post_attention_layernorm.weight"] == 1).all()
+    first, again, other_seed = weights(1, 10), weights(1, 20), weights(2, 10)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    matrices = [name for name in first if first[name].ndim == 2]
+    assert not any(torch.equal(first[name], other_seed[name]) for name in matrices)
+    assert all(0.01 < first[name].std() < 0.03 for name in matrices)
+    assert (first["layers.0.post_attention_layernorm.weight"] == 1).all()
     if config.fc_bias:
-        assert (one["fc.bias"] == 0).all()
+        assert (first["fc.bias"] == 0).all()
     if config.kind == "jakiro":
-        assert one["layers.0.mlp_moe.contrast_scalars"].tolist() == [1, 0]
+        assert first["layers.0.mlp_moe.contrast_scalars"].tolist() == [1, 0]
 
 
 def test_a_cast_to_bf16_leaves_ropes_frequencies_in_fp32():
@@ -200,13 +200,13 @@ def test_rope_is_the_targets(rope):
 
 
 def parts(module, n):
-    """Of a mixture without the residual: the mixture, the kept experts, their log-weights, the contrast."""
+    """Return the parts of a mixture without the residual: mixture, selected experts, log-weights, contrast."""
     heads = module(torch.zeros_like(n), n)
     return heads.ahead[0], torch.stack(heads.experts, dim=-2), heads.log_weights, *heads.ahead[1:]
 
 
-def moe(experts, kept, contrast="router", seed=0):
-    config = JakiroConfig(kind="jakiro", experts=experts, experts_per_token=kept, contrast=contrast, expert_width=12)
+def moe(experts, top_k, contrast="router", seed=0):
+    config = JakiroConfig(kind="jakiro", experts=experts, experts_per_token=top_k, contrast=contrast, expert_width=12)
     module = MixtureOfExperts(layer_config(shapes(*TINY)), config)
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
@@ -223,15 +223,15 @@ def inputs(count=40):
     return torch.randn(count, 16, generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize(("experts", "kept"), [(n, k) for n in range(2, 6) for k in range(2, n + 1)])
+@pytest.mark.parametrize(("experts", "top_k"), [(n, k) for n in range(2, 6) for k in range(2, n + 1)])
 @torch.no_grad()
-def test_the_mixture_is_a_softmax_over_the_kept_experts_scores(experts, kept):
-    module = moe(experts, kept)
+def test_the_mixture_is_a_softmax_over_the_kept_experts_scores(experts, top_k):
+    module = moe(experts, top_k)
     mixture, *_ = parts(module, inputs())
     used = set()
     for n, got in zip(inputs(), mixture, strict=True):
         scores = (module.gate.weight @ n)[:experts].tolist()
-        best = sorted(range(experts), key=lambda j: -scores[j])[:kept]
+        best = sorted(range(experts), key=lambda j: -scores[j])[:top_k]
         weights = torch.tensor([scores[j] for j in best]).softmax(0)
         want = sum(w * swiglu(module.experts[j], n) for w, j in zip(weights, best, strict=True))
         assert torch.allclose(got, want, atol=1e-5)
@@ -240,7 +240,7 @@ def test_the_mixture_is_a_softmax_over_the_kept_experts_scores(experts, kept):
 
 
 @pytest.mark.parametrize(
-    ("experts", "kept", "penalty", "warned"),
+    ("experts", "top_k", "penalty", "warned"),
     [
         (8, 2, 1.0, False),
         (8, 2, 2.4, False),
@@ -250,20 +250,20 @@ def test_the_mixture_is_a_softmax_over_the_kept_experts_scores(experts, kept):
         (2, 2, 1.0001, False),
     ],
 )
-def test_a_gate_more_than_halfway_to_the_same_experts_is_a_warning(experts, kept, penalty, warned):
-    config = JakiroConfig(experts=experts, experts_per_token=kept, balance_loss=0.1)
+def test_a_gate_more_than_halfway_to_the_same_experts_is_a_warning(experts, top_k, penalty, warned):
+    config = JakiroConfig(experts=experts, experts_per_token=top_k, balance_loss=0.1)
     objective = objective_of(config)
     assert bool(objective.warning({"balance_penalty": penalty})) == warned
     assert objective.warning({}) is None
 
 
-@pytest.mark.parametrize(("experts", "kept"), [(2, 2), (4, 3)])
+@pytest.mark.parametrize(("experts", "top_k"), [(2, 2), (4, 3)])
 @torch.no_grad()
-def test_router_contrast_is_the_released_reading(experts, kept):
-    """v = softmax of the gate's two more rows; the larger is beta and names E_a, whichever of the two best experts
-    routing prefers: they stand in the order of their numbers.
+def test_router_contrast_is_the_released_reading(experts, top_k):
+    """The larger entry of v, the softmax of the gate's two more rows, is beta and selects E_a. The two best experts are
+    in the order of their indices, whichever of them routing prefers.
     """
-    module, seen = moe(experts, kept), set()
+    module, cases = moe(experts, top_k), set()
     *_, contrast = parts(module, inputs(80))
     for n, got in zip(inputs(80), contrast, strict=True):
         scores = module.gate.weight @ n
@@ -272,13 +272,13 @@ def test_router_contrast_is_the_released_reading(experts, kept):
         a = int(v.argmax())
         want = v[a] * swiglu(module.experts[pair[a]], n) - v[1 - a] * swiglu(module.experts[pair[1 - a]], n)
         assert torch.allclose(got, want, atol=1e-5)
-        seen.add((a, bool(scores[pair[0]] > scores[pair[1]])))
-    assert len(seen) == 4  # both signs of the contrast under both orders of routing
+        cases.add((a, bool(scores[pair[0]] > scores[pair[1]])))
+    assert len(cases) == 4  # both signs of the contrast under both orders of routing
 
 
 @torch.no_grad()
 def test_the_contrasts_sign_is_decided_by_raw_scores_before_rounding():
-    """In bfloat16 two weights round to one number where the raw scores differ; where these are equal, too, E_a is the
+    """Two weights may round to the same bfloat16 although the raw scores differ. If these are equal as well, E_a is the
     later expert, as in the released code.
     """
     module, n = moe(2, 2).to(torch.bfloat16), torch.zeros(1, 16, dtype=torch.bfloat16)
@@ -328,7 +328,7 @@ def test_branches_add_the_residual():
     assert torch.equal(heads.ahead[0], u + mixture) and torch.equal(heads.ahead[1], u + contrast)
     assert all(torch.equal(got, u + chosen[:, place]) for place, got in enumerate(heads.experts))
     averaged = sum(w[:, None] * f for w, f in zip(log_weights.exp().T, heads.experts, strict=True))
-    assert torch.allclose(averaged, heads.ahead[0], atol=1e-6)  # the weights sum to one, so the residual stays one
+    assert torch.allclose(averaged, heads.ahead[0], atol=1e-6)  # the weights sum to one, so the residual is added once
     eagle = build(EagleConfig(kind="eagle"), shapes(*TINY))
     assert objective_of(eagle.config).groups == [1]
     assert torch.equal(eagle.heads(u).ahead[0], u + eagle.layers[0].mlp(eagle.layers[0].post_attention_layernorm(u)))
@@ -337,7 +337,7 @@ def test_branches_add_the_residual():
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 @torch.no_grad()
 def test_the_trunk_is_fc_over_embedding_and_feature_then_attention_without_a_norm(scale):
-    """One position: attention is then v and o alone, whatever RoPE does."""
+    """The text has one position, where attention is only v and o, whatever RoPE does."""
     draft = build(EagleConfig(kind="eagle", fc_bias=True, embedding_scale=scale), shapes(*TINY))
     draft.initialise(0)
     draft.fc.bias.normal_(generator=torch.Generator().manual_seed(1))

@@ -1,7 +1,8 @@
-"""Twenty training steps, what a tree then accepts, and a shard's bytes, pinned: who changes one does it on purpose.
+"""Recorded values of twenty training steps, of the tokens that a tree then accepts, and of a shard's bytes.
 
-On one machine the losses are the same to the last bit, which is tested by running twice. Other processors may sum in
-another order (wider vectors), and twenty steps carry such last bits on, so the record is compared to 1e-6.
+A change of these has to be on purpose. On one machine the losses are the same to the last bit, which is tested by
+running twice. Other processors may sum in another order (wider vectors), and twenty steps amplify such last bits, so
+the record is compared to 1e-6.
 """
 
 from dataclasses import replace
@@ -94,7 +95,7 @@ def one_thread():
 
 @cache
 def twenty_steps(kind: str) -> tuple[list[float], DraftModule, list[Row]]:
-    """Return the losses, the draft and its rows, of which each has other random states."""
+    """Return the losses, the draft and its rows, each with different random states."""
     generator = torch.Generator().manual_seed(0)
     target = LlamaConfig(
         hidden_size=WIDTH,
@@ -158,7 +159,7 @@ def test_a_second_run_gives_the_same_bits(kind):
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_trees_accept_the_recorded_tokens(kind):
-    """Where this fails on purpose, raise MEASURE_VERSION (pipeline/artifacts/provenance.py), which has runs measured
+    """After an intended change, raise MEASURE_VERSION (pipeline/artifacts/provenance.py), so that runs are measured
     again, and record the counts again.
     """
     _, draft, rows = twenty_steps(kind)
@@ -170,7 +171,7 @@ def test_trees_accept_the_recorded_tokens(kind):
 
 
 def test_a_shard_has_the_recorded_bytes(tmp_path):
-    """Where this fails on purpose, the new version of the format has to read or to refuse old shards."""
+    """After an intended change, the new version of the format has to read or to refuse old shards."""
     states = torch.arange(5 * 4, dtype=torch.float32).view(5, 4)
     row = Row("a row", np.arange(5, dtype=np.int32), np.ones(5, dtype=np.uint8), states.bfloat16())
     spec = FeatureSpec(4, "bfloat16", target="T", tokenizer="K", template="M", recipe="R", stop_ids="2")

@@ -1,4 +1,4 @@
-"""The shift by one, the masks and the losses, against slow implementations that cannot share their mistakes."""
+"""The shift by one, the masks and the losses, compared with slow, independent implementations."""
 
 from dataclasses import replace
 
@@ -11,15 +11,15 @@ from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3, Eagle3Config
 from pipeline.drafts.gumiho import GumihoConfig
 from pipeline.drafts.hydra import HydraConfig
-from pipeline.drafts.jakiro import JakiroConfig, JakiroOnEagle3Config, unbalance
+from pipeline.drafts.jakiro import JakiroConfig, JakiroOnEagle3Config, balance_penalty
 from pipeline.drafts.parallel.dflash import DFlashConfig
 from pipeline.drafts.parallel.dspark import DSparkConfig
 from pipeline.drafts.parallel.medusa import Medusa, MedusaConfig
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
 from pipeline.drafts.parts import losses
 from pipeline.drafts.parts.layers import shapes_of
-from pipeline.drafts.parts.losses import Asked, Labels, Term, chunk_rows, renormalised, term_sums
-from pipeline.drafts.parts.objective import chosen, numbers_of
+from pipeline.drafts.parts.losses import Labels, Term, TermBatch, chunk_rows, compute_term_sums, renormalised_teacher
+from pipeline.drafts.parts.objective import select_inputs, vocabulary_indices
 from pipeline.drafts.skipper import SkipperConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.features.batch import Horizons, Noise, collate, collate_packed, trained
@@ -98,8 +98,8 @@ def test_noise_is_added_before_the_rounding_and_never_to_labels():
     clean = collate(rows, Horizons([1, 2]), {1: 1, 2: 1})
     noisy = replace(clean, noise=noise).to(CPU, torch.bfloat16)
     for b, n in ((0, 5), (1, 3)):
-        wanted = rows[b].hidden_TD[:n] + noise[b].drawn(D, CPU)
-        assert torch.equal(noisy.hidden_BTD[b, :n], wanted.bfloat16()) and not noisy.hidden_BTD[b, n:].any()
+        expected = rows[b].hidden_TD[:n] + noise[b].drawn(D, CPU)
+        assert torch.equal(noisy.hidden_BTD[b, :n], expected.bfloat16()) and not noisy.hidden_BTD[b, n:].any()
     assert torch.equal(noisy.labels_BTD, clean.labels_BTD.bfloat16())
     assert torch.equal(noisy.tokens_BT, clean.tokens_BT) and noisy.tokens_BT.dtype == torch.long
     assert torch.equal(clean.hidden_BTD[0], row_of(6, 1).hidden_TD[:-1])  # the batch stays as it was
@@ -113,7 +113,7 @@ def make_head(seed: int = 0) -> LMHead:
 
 
 def direct(prediction_BTD, rows, horizon, head):
-    """Position by position in fp64, from the rows themselves: (regression, classification, agree, positions)."""
+    """Return (regression, classification, agree, positions), position by position in fp64, from the rows themselves."""
     weight = head.linear.weight.double()
     regression = classification = torch.zeros((), dtype=torch.float64)
     agree = positions = 0
@@ -136,21 +136,21 @@ ROWS = [row_of(9, 1, [0, 0, 1, 1, 1, 0, 1, 1, 1]), row_of(4, 2, [0, 1, 1, 1]), r
 WEIGHTS = {"regression": 1.0, "classification": 1.0}
 
 
-def sums_of(said, batch, head):
-    """`said`: by name, the horizon and what is predicted there."""
-    chunk = chunk_rows(V * len(said), torch.device("cpu"))
-    rows = batch.rows(sorted({horizon for horizon, _ in said.values()}), chunk)
-    labels = Labels(batch.labels_BTD.flatten(0, 1)[rows.labels], rows.labels, renormalised(head), V, chunk)
-    asked = [
-        Asked(Term(name, h, WEIGHTS), chosen(x, rows.inputs[h]), rows.among[h], rows.ends[h], 1.0)
-        for name, (h, x) in said.items()
+def sums_of(predictions, batch, head):
+    """Return the sums. `predictions`: the horizon and the predicted features, by name."""
+    chunk = chunk_rows(V * len(predictions), torch.device("cpu"))
+    rows = batch.rows(sorted({horizon for horizon, _ in predictions.values()}), chunk)
+    labels = Labels(batch.labels_BTD.flatten(0, 1)[rows.labels], rows.labels, renormalised_teacher(head), V, chunk)
+    batches = [
+        TermBatch(Term(name, h, WEIGHTS), select_inputs(x, rows.inputs[h]), rows.among[h], rows.ends[h], 1.0)
+        for name, (h, x) in predictions.items()
     ]
-    return term_sums(asked, labels, head)
+    return compute_term_sums(batches, labels, head)
 
 
 @pytest.mark.parametrize("rows_per_chunk", [1, 2, 5, 1000])
 def test_term_sums_are_the_direct_ones_in_value_and_gradient(monkeypatch, rows_per_chunk):
-    """Of two terms at once, which share their teacher's rows, whichever of them either trains."""
+    """Two terms at once share their teacher's rows, although each trains different ones."""
     monkeypatch.setattr(losses, "CHUNK_LOGITS", rows_per_chunk * V * 2)
     batch, head = collate(ROWS, Horizons([1, 2]), {1: 1, 2: 1}), make_head()
     generator = torch.Generator().manual_seed(5)
@@ -172,14 +172,14 @@ def test_term_sums_are_the_direct_ones_in_value_and_gradient(monkeypatch, rows_p
 
 
 def test_a_gpus_chunk_goes_by_the_memory_it_has_and_a_cpus_by_its_cache(monkeypatch):
-    """Of Llama-3's 128,256 tokens and two branches: thousands of rows, within 2 GiB for the largest tensor."""
+    """Llama-3's 128,256 tokens and two branches allow thousands of rows, within 2 GiB for the largest tensor."""
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     rows = losses.chunk_rows(128_256 * 2, gpu, 80 * 10**9)
     assert rows == 2092 and rows * 2 * 128_256 * 4 <= 2 << 30
     assert losses.chunk_rows(128_256 * 2, gpu, 24 * 10**9) == 730
     assert losses.chunk_rows(128_256, gpu, 1000 * 10**9) == 4185
     assert losses.chunk_rows(5 * 10**12, gpu, 24 * 10**9) == 1
-    of_both = (1, 24 * 10**9)  # free, and all: what is free does not count
+    of_both = (1, 24 * 10**9)  # free and total memory: only the total counts
     monkeypatch.setattr("torch.accelerator.get_memory_info", lambda device: of_both)
     assert losses.chunk_rows(128_256 * 2, gpu) == 730
     assert losses.chunk_rows(128_256 * 2, cpu) == losses.chunk_rows(260 * 2, cpu) == 128
@@ -215,7 +215,7 @@ CONFIGS = {
 }
 
 
-OTHERS = {
+OTHER_CONFIGS = {
     "gumiho": GumihoConfig(window=3),
     "p-eagle": PEagleConfig(layers=2, depths=4, vocabulary=100),
     "medusa": MedusaConfig(heads=3, vocabulary=100),
@@ -232,7 +232,7 @@ OTHERS = {
 def random_draft(config, loaded_target, embed_head):
     draft = build(config, shapes_of(loaded_target.config))
     draft.initialise(0)
-    if draft.needs.auxiliary:  # their norms take the scale from what goes into them
+    if draft.needs.auxiliary:  # their norms remove the scale of their inputs
         for weight in draft.parameters():
             weight.data.mul_(5 if weight.ndim == 2 else 1)
     if config.vocabulary:
@@ -246,7 +246,7 @@ def draft(request, loaded_target, embed_head):
     return random_draft(request.param, loaded_target, embed_head)
 
 
-@pytest.fixture(params=[*CONFIGS.values(), *OTHERS.values()], ids=[*CONFIGS, *OTHERS])
+@pytest.fixture(params=[*CONFIGS.values(), *OTHER_CONFIGS.values()], ids=[*CONFIGS, *OTHER_CONFIGS])
 def any_draft(request, loaded_target, embed_head):
     return random_draft(request.param, loaded_target, embed_head)
 
@@ -278,15 +278,15 @@ def whole_loss(draft, rows, totals):
 
 
 def test_the_loss_of_a_batch_is_the_sum_of_its_dialogues_losses(any_draft):
-    """Under the same totals: hence padding, neighbours and the cut into micro-batches change nothing."""
+    """The totals are the same: padding, neighbours and the split into micro-batches change nothing."""
     rows, totals = wide_rows(), TOTALS
     loss, sums, gradient = whole_loss(any_draft, rows, totals)
     alone = [whole_loss(any_draft, [row], totals) for row in rows]
     assert loss == pytest.approx(sum(part[0] for part in alone), rel=1e-5)
     assert torch.allclose(gradient, sum(part[2] for part in alone), rtol=1e-4, atol=1e-6)
-    for term, found in sums.items():
-        for name in {"positions", "agree"} & set(found):
-            assert found[name] == sum(part[1][term][name] for part in alone)
+    for term, term_sums in sums.items():
+        for name in {"positions", "agree"} & set(term_sums):
+            assert term_sums[name] == sum(part[1][term][name] for part in alone)
 
 
 def test_the_loss_weighs_sums_by_the_global_totals(draft):
@@ -319,26 +319,27 @@ def test_packed_dialogues_do_not_see_each_other(any_draft):
     for term in sums:
         for name, value in sums[term].items():
             assert packed_sums[term][name].item() == pytest.approx(value.item(), rel=1e-5)
-    if isinstance(any_draft, Medusa):  # it looks at one position alone
+    if isinstance(any_draft, Medusa):  # it reads only one position
         return
-    seen = gradient_of(any_draft, replace(both, begins_BT=torch.zeros_like(both.begins_BT)))  # as if each row were one
-    assert not torch.allclose(seen[2], gradient, rtol=1e-4, atol=1e-6)
+    # As if each row were one dialogue.
+    unmasked = gradient_of(any_draft, replace(both, begins_BT=torch.zeros_like(both.begins_BT)))
+    assert not torch.allclose(unmasked[2], gradient, rtol=1e-4, atol=1e-6)
 
 
 def test_an_answer_at_position_0_that_is_packed_second_trains_as_it_does_alone(draft):
-    """A template without a header: nothing stands before its first token but another dialogue."""
+    """The template has no header: only another dialogue comes before the first token."""
     kinds = {"width": 32, "vocabulary": 260, "layers": 3}
     rows = [row_of(9, 1, [0, 0] + [1] * 7, **kinds), row_of(8, 2, [1] * 6 + [0] * 2, **kinds)]
     auxiliary, objective = range(len(draft.needs.auxiliary)), objective_of(draft.config)
-    found = [
+    results = [
         gradient_of(
             draft,
             collate_packed([packed], positions_in(objective, [packed]), TOTALS, width=20, auxiliary=auxiliary),
         )
         for packed in ([rows[0]], [rows[1]], rows)
     ]
-    assert found[2][0] == pytest.approx(found[0][0] + found[1][0], rel=1e-5)
-    assert torch.allclose(found[2][2], found[0][2] + found[1][2], rtol=1e-4, atol=1e-6)
+    assert results[2][0] == pytest.approx(results[0][0] + results[1][0], rel=1e-5)
+    assert torch.allclose(results[2][2], results[0][2] + results[1][2], rtol=1e-4, atol=1e-6)
 
 
 def test_recomputed_activations_give_the_same_gradient_to_the_bit(draft):
@@ -347,24 +348,24 @@ def test_recomputed_activations_give_the_same_gradient_to_the_bit(draft):
         batch_of(draft, rows, totals),
         packed_of(draft, [rows], totals),
     ):
-        kept, _, gradient = gradient_of(draft, batch)
+        loss, _, gradient = gradient_of(draft, batch)
         draft.recompute, calls = True, []
         hook = draft.block.post_attention_layernorm.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        again, _, recomputed = gradient_of(draft, batch)
+        recomputed_loss, _, recomputed = gradient_of(draft, batch)
         draft.recompute = False
         hook.remove()
-        assert kept == again and torch.equal(gradient, recomputed)
+        assert loss == recomputed_loss and torch.equal(gradient, recomputed)
         assert len(calls) == 2 * draft.config.ttt_steps
 
 
-def given_states(draft, batch):
-    """What the draft takes of a batch, in the batch's own memory."""
+def input_states(draft, batch):
+    """Return the states that the draft reads from a batch, without a copy."""
     return batch.auxiliary_BTSD if draft.needs.auxiliary else batch.hidden_BTD
 
 
 def test_an_emptied_batch_has_neither_loss_nor_gradient(draft):
     batch = batch_of(draft, wide_rows(), TOTALS)
-    given_states(draft, batch)[1, 2] = float("nan")
+    input_states(draft, batch)[1, 2] = float("nan")
     assert not torch.isfinite(objective_of(draft.config).loss(draft, batch)[0])
     loss, sums, gradient = gradient_of(draft, batch.emptied())
     assert loss == 0 and not gradient.any()
@@ -385,7 +386,7 @@ def test_padding_changes_no_sum(any_draft):
     batch = batch_of(any_draft, [row, row_of(40, 9, [0] * 40, width=32, vocabulary=260, layers=3)], totals)
     n = len(row.input_ids) - 1
     batch.hidden_BTD[0, n:], batch.labels_BTD[0, n:], batch.tokens_BT[0, n:] = 7.0, 9.0, 42
-    given_states(any_draft, batch)[0, n:] = 7.0
+    input_states(any_draft, batch)[0, n:] = 7.0
     padded, padded_sums = objective_of(any_draft.config).loss(any_draft, batch)
     alone, sums = objective_of(any_draft.config).loss(any_draft, batch_of(any_draft, [row], totals))
     assert padded.item() == pytest.approx(alone.item(), rel=1e-5)
@@ -398,16 +399,18 @@ def test_padding_changes_no_sum(any_draft):
 
 
 def teachers_distribution(teacher, logits_MV, ids_U):
-    """p (m, U) and whether a row has a loss, written down directly."""
+    """Return p (m, U) and whether each row has a loss, by their definitions."""
     inside = logits_MV[:, ids_U]
     if teacher == "whole":
         return logits_MV.softmax(-1)[:, ids_U], torch.ones(len(logits_MV), dtype=torch.bool)
-    has = torch.isin(logits_MV.argmax(-1), ids_U) if teacher == "masked" else torch.ones(len(inside), dtype=torch.bool)
-    return inside.softmax(-1), has
+    has_loss = (
+        torch.isin(logits_MV.argmax(-1), ids_U) if teacher == "masked" else torch.ones(len(inside), dtype=torch.bool)
+    )
+    return inside.softmax(-1), has_loss
 
 
 def row_losses(objective, p, logits_MU):
-    """Each row's loss, for autograd."""
+    """Return each row's loss, for autograd."""
     log_q = logits_MU.log_softmax(-1)
     if objective == "soft-ce":
         return -(p * log_q).sum(-1)
@@ -438,12 +441,12 @@ def test_an_own_heads_loss_and_gradients_are_autograds(
 
     draft.zero_grad()
     mask, want = mask_of(batch), 0.0
-    p, has = teachers_distribution(teacher, embed_head.head(batch.labels_BTD[mask]).float(), ids_U)
+    p, has_loss = teachers_distribution(teacher, embed_head.head(batch.labels_BTD[mask]).float(), ids_U)
     for name, prediction, weight in zip(("next", "ttt_2"), draft(batch)[0], (1.0, 0.8), strict=True):
         logits = draft.lm_head(draft.norm(prediction[mask]))
-        part = (row_losses(objective, p, logits) * has).sum()
+        part = (row_losses(objective, p, logits) * has_loss).sum()
         if objective == "l1":
-            text_M = numbers_of(batch.following_BT[mask], ids_U)
+            text_M = vocabulary_indices(batch.following_BT[mask], ids_U)
             assert 0 < (text_M >= 0).sum() < len(text_M)
             part = part + 0.1 * torch.nn.functional.cross_entropy(logits, text_M, ignore_index=-1, reduction="sum")
         assert sums[name]["classification"].item() == pytest.approx(part.item(), rel=1e-5)
@@ -454,40 +457,44 @@ def test_an_own_heads_loss_and_gradients_are_autograds(
     want.backward()
     assert loss == pytest.approx(want.item(), rel=1e-5)
     direct_gradient = torch.cat([p.grad.flatten() for p in draft.parameters()])
-    assert teacher == "renormalised" or not has.all() or teacher == "whole"
+    assert teacher == "renormalised" or not has_loss.all() or teacher == "whole"
     assert draft.lm_head.weight.grad.abs().max() > 1e-4
     assert torch.allclose(gradient, direct_gradient, rtol=1e-3, atol=1e-6)
 
 
 def test_a_masked_teacher_drops_the_same_positions_in_every_pass_packed_or_not(loaded_target, embed_head):
-    """Those whose likeliest token of all the draft does not have."""
+    """The positions are those whose likeliest token is not in the draft's vocabulary."""
     draft = random_draft(Eagle3Config(ttt_steps=3, vocabulary=100), loaded_target, embed_head)
-    rows, known = wide_rows(), set(draft.token_ids_U.tolist())
+    rows, draft_tokens = wide_rows(), set(draft.token_ids_U.tolist())
     for packed in ([[row] for row in rows], [[rows[1], rows[0]], [rows[3], rows[2]]], [rows]):
         batch = packed_of(draft, packed, TOTALS)
-        leaves = [said.detach().requires_grad_() for said in draft(batch)[0]]
+        leaves = [feature.detach().requires_grad_() for feature in draft(batch)[0]]
         draft.forward = lambda _, leaves=leaves: (leaves, None)
         objective_of(draft.config).loss(draft, batch)[0].backward()
         del draft.forward
         likeliest_BT = embed_head.head(batch.labels_BTD).argmax(-1)
-        kept_BT = mask_of(batch) & torch.tensor([[token in known for token in row] for row in likeliest_BT.tolist()])
-        assert 0 < kept_BT.sum() < mask_of(batch).sum() and len(leaves) == 3
+        trained_BT = mask_of(batch) & torch.tensor(
+            [[token in draft_tokens for token in row] for row in likeliest_BT.tolist()]
+        )
+        assert 0 < trained_BT.sum() < mask_of(batch).sum() and len(leaves) == 3
         for leaf in leaves:
-            assert torch.equal(leaf.grad.abs().sum(-1) > 0, kept_BT)
+            assert torch.equal(leaf.grad.abs().sum(-1) > 0, trained_BT)
 
 
 def test_a_balanced_gate_has_a_penalty_of_one_and_one_expert_alone_of_all():
-    """By hand: E sum_e share_e mean_e is 1 for equal shares, and E where one expert has every slot and all of the
+    """E sum_e share_e mean_e, by hand, is 1 for equal shares, and E if one expert has every slot and all of the
     probability.
     """
     batch = collate([row_of(9, 1, [0] + [1] * 8), row_of(5, 2, [0] + [1] * 4)], Horizons([1]), {1: 11})
     shape, positions = batch.tokens_BT.shape, int(mask_of(batch).sum())
     even = torch.arange(shape[0] * shape[1]).view(shape)[..., None] % 2
     scores = torch.zeros(*shape, 2)
-    balanced = unbalance(scores, even, 2, batch)
+    balanced = balance_penalty(scores, even, 2, batch)
     assert positions == 10 and abs(balanced.item() - positions) < 0.6  # an odd number of positions is not even
     alone = torch.stack([torch.full(shape, 40.0), torch.full(shape, -40.0)], dim=-1)
-    assert unbalance(alone, torch.zeros(*shape, 1, dtype=torch.long), 2, batch).item() == pytest.approx(2 * positions)
+    assert balance_penalty(alone, torch.zeros(*shape, 1, dtype=torch.long), 2, batch).item() == pytest.approx(
+        2 * positions
+    )
 
 
 @pytest.mark.parametrize("vocabulary", [None, 100])
@@ -495,7 +502,9 @@ def test_a_balanced_gate_has_a_penalty_of_one_and_one_expert_alone_of_all():
     "config", [MedusaConfig(heads=3), HydraConfig(heads=3, blocks=1, objective="hard-ce", head_bias=True)]
 )
 def test_heads_of_their_own_learn_the_texts_tokens(loaded_target, embed_head, config, vocabulary):
-    """Head k at input i: the cross-entropy of t_{i+1+k}, read off the rows; none for a token that it cannot guess."""
+    """The loss of head k at input i is the cross-entropy of t_{i+1+k}, read from the rows; 0 for a token outside of its
+    vocabulary.
+    """
     draft = build(replace(config, vocabulary=vocabulary), shapes_of(loaded_target.config))
     draft.initialise(0)
     ids_U = torch.arange(260) if vocabulary is None else torch.arange(0, 200, 2)
@@ -524,13 +533,13 @@ def test_heads_of_their_own_learn_the_texts_tokens(loaded_target, embed_head, co
         want = want + config.decay**k * part / batch.totals[k]
     want.backward()
     assert loss == pytest.approx(want.item(), rel=1e-5)
-    wanted = torch.cat([p.grad.flatten() for p in draft.parameters() if p.grad is not None])
-    assert wanted.shape == gradient.shape and torch.allclose(gradient, wanted, rtol=1e-3, atol=1e-6)
+    expected = torch.cat([p.grad.flatten() for p in draft.parameters() if p.grad is not None])
+    assert expected.shape == gradient.shape and torch.allclose(gradient, expected, rtol=1e-3, atol=1e-6)
 
 
 def test_gumihos_later_losses_are_of_two_steps_of_the_serial_part(loaded_target, embed_head):
-    """MLP j at input i takes fc of (t_{i+2}, F_i) and (t_{i+3}, F_{i+1}), and is told f_{i+3+j}; the classifications
-    count from a step on.
+    """MLP j at input i takes fc of (t_{i+2}, F_i) and (t_{i+3}, F_{i+1}), and its label is f_{i+3+j}. Classifications
+    count after the first `regression_steps`.
     """
     draft = build(GumihoConfig(regression_steps=5), shapes_of(loaded_target.config))
     draft.initialise(0)
@@ -539,14 +548,15 @@ def test_gumihos_later_losses_are_of_two_steps_of_the_serial_part(loaded_target,
     objective = objective_of(draft.config)
     batch = batch_of(draft, [row], dict.fromkeys(objective.groups, 10))
     names = [term.name for term in objective.terms(0)]
-    found, tokens = dict(zip(names, draft(batch)[0], strict=True)), torch.from_numpy(row.input_ids.astype(np.int64))
-    serial = found["next"][0]
+    features, tokens = dict(zip(names, draft(batch)[0], strict=True)), torch.from_numpy(row.input_ids.astype(np.int64))
+    serial = features["next"][0]
     for i in range(len(tokens) - 5):
         pair = [
-            draft.fc(torch.cat([embed_head.embedding_VD[tokens[i + 2 + more]], serial[i + more]])) for more in (0, 1)
+            draft.fc(torch.cat([embed_head.embedding_VD[tokens[i + 2 + offset]], serial[i + offset]]))
+            for offset in (0, 1)
         ]
         for j, name in enumerate(("ahead_3", "ahead_4")):
-            assert torch.allclose(draft.mlp.mlp[j](torch.cat(pair)), found[name][0, i], atol=1e-5)
+            assert torch.allclose(draft.mlp.mlp[j](torch.cat(pair)), features[name][0, i], atol=1e-5)
             assert next(term for term in objective.terms(0) if term.name == name).group == 3 + j
     before, after = ({term.name: term.weights for term in objective.terms(step)}["ahead_4"] for step in (4, 5))
     assert before == {"regression": pytest.approx(0.64 / 9), "classification": 0.0}

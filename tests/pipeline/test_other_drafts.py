@@ -1,4 +1,4 @@
-"""What decoding answers is what training predicts, and a tree leaves no trace; drafts that are no single layer."""
+"""Decoding predicts the same as training, and a tree leaves no trace; drafts that are not a single layer."""
 
 import json
 import re
@@ -36,28 +36,28 @@ from tests.kit import save_tiny_target
 from tests.pipeline.families import save
 from tests.pipeline.taught import NEVER, ONE_LAYER, VARIANTS, make_draft, prompt_of, taught
 
-OTHERS = [name for name in VARIANTS if name not in ONE_LAYER and "p-eagle" not in name]
-ALONG = [*ONE_LAYER, *(name for name in OTHERS if "gumiho" not in name)]
+OTHER_DRAFTS = [name for name in VARIANTS if name not in ONE_LAYER and "p-eagle" not in name]
+ALONG = [*ONE_LAYER, *(name for name in OTHER_DRAFTS if "gumiho" not in name)]
 LENGTH = 20
 
 
 @pytest.fixture(scope="module")
 def text(loaded_target):
-    """Tokens of no meaning, and the target's states of them."""
+    """Return random tokens and the target's states of them."""
     tokens = prompt_of(5, LENGTH)
     states = loaded_target.states(tokens, [1, 2])
     return tokens, states.final_ND.clone(), states.auxiliary_NSD.clone()
 
 
 def rolled_out(config):
-    """The settings with four forwards of the training-time test, where its draft has one."""
+    """Return the settings with four forwards of the training-time test, if the draft has one."""
     return replace(config, ttt_steps=4) if isinstance(config, TrainingTimeTestConfig) else config
 
 
 @pytest.fixture(scope="module")
 def drafts(loaded_target, embed_head):
-    """Trained a little, so that no block is zero any more. A single layer has random weights in double precision, and
-    its training is rolled out four times.
+    """Return drafts by name, trained a little, so that no block is zero. A single layer has random weights in double
+    precision, and its training is rolled out four times.
     """
     double = embed_head.to(torch.device("cpu"), torch.float64)
 
@@ -74,29 +74,29 @@ def drafts(loaded_target, embed_head):
 
 
 def states_of(draft, text, begin, end):
-    """As many of the target's as the draft wants."""
+    """Return the target's states that the draft needs."""
     return States(text[1][begin:end], text[2][begin:end], (1, 2)).of(draft.needs).to(next(draft.parameters()).dtype)
 
 
-def fed(draft, state, text, begin, end, levels=1):
-    """The inputs from `begin` to `end`: states, and the tokens after them."""
+def start_on(draft, state, text, begin, end, levels=1):
+    """Run `start` on the inputs from `begin` to `end`: states, and the tokens after them."""
     inputs = RoundInput(text[0][: end + 1], states_of(draft, text, begin, end))
     return draft.start(state, inputs, DraftRequest(levels))
 
 
-def stepped(draft, state, answer, token, depth, levels=1):
-    """A chain's next node: the second of two siblings, each time."""
-    seen = torch.zeros(2, 2 * (depth - 1), dtype=torch.bool)
-    seen[:, 1::2] = True
-    seen = torch.cat([seen, torch.eye(2, dtype=torch.bool)], dim=1)
+def step_chain(draft, state, answer, token, depth, levels=1):
+    """Run `step` on the next node of a chain, which is always the second of two siblings."""
+    visible = torch.zeros(2, 2 * (depth - 1), dtype=torch.bool)
+    visible[:, 1::2] = True
+    visible = torch.cat([visible, torch.eye(2, dtype=torch.bool)], dim=1)
     return draft.step(
-        state, Frontier(torch.tensor([7, token]), answer.carry_WD[[-1, -1]], seen, depth), DraftRequest(levels)
+        state, Frontier(torch.tensor([7, token]), answer.carry_WD[[-1, -1]], visible, depth), DraftRequest(levels)
     )
 
 
-def trained(draft, text):
-    """By term, logits (T, U) of the training forward; (M, U) of a draft that answers at its positions alone: they are
-    the first M.
+def training_logits(draft, text):
+    """Return logits (T, U) of the training forward for each term; (M, U) for a draft that predicts only at its
+    positions, which are the first M.
     """
     tokens, *both = text
     states, auxiliary = (part.to(next(draft.parameters()).dtype) for part in both)
@@ -104,23 +104,23 @@ def trained(draft, text):
     groups = objective_of(draft.config).groups
     layers = [layer - 1 for layer in draft.needs.auxiliary]
     batch = collate([row], objective_of(draft.config), dict.fromkeys(groups, 1), layers)
-    told = [term for term in draft.config.terms(0) if not term.is_penalty]
-    return [draft.logits(x.flatten(0, -2), term.head) for term, x in zip(told, draft(batch)[0], strict=True)]
+    label_terms = [term for term in draft.config.terms(0) if not term.is_penalty]
+    return [draft.logits(x.flatten(0, -2), term.head) for term, x in zip(label_terms, draft(batch)[0], strict=True)]
 
 
 @pytest.mark.parametrize("name", ALONG)
 @torch.inference_mode()
 def test_along_the_text_decoding_answers_what_training_predicts(drafts, text, name):
-    """Fed in pieces, and stepped along the text's own tokens beside a sibling that nobody sees. A single layer's step s
-    at position i is its s-th forward along a chain whose verified prefix ends s - 1 positions before i: in a training
-    that is rolled out, or else in one whose states after that prefix are the draft's own features.
+    """The text is read in pieces, and steps follow its tokens next to a sibling that no node attends to. A single
+    layer's step s at position i is its s-th forward along a chain whose verified prefix ends s - 1 positions before i:
+    in training that is rolled out, or else in training whose states after that prefix are the draft's own features.
     """
     draft, (tokens, states, auxiliary) = drafts[name], text
     rolled = isinstance(draft.config, TrainingTimeTestConfig)
     exact = {"rtol": 1e-9, "atol": 1e-9} if name in ONE_LAYER else {"atol": 1e-4}
-    levels, predicted, state, begin = draft.config.levels_of(0), trained(draft, text), draft.open(), 0
+    levels, predicted, state, begin = draft.config.levels_of(0), training_logits(draft, text), draft.open(), 0
     for end in (7, 8, 11, 12, *((15, 16) if name in ONE_LAYER else ())):
-        answer = fed(draft, state, text, begin, end, levels)
+        answer = start_on(draft, state, text, begin, end, levels)
         begin, place = end, end - 1  # the last input
         assert len(answer.logits_LWU) == levels
         for level, logits in enumerate(answer.logits_LWU):
@@ -130,34 +130,35 @@ def test_along_the_text_decoding_answers_what_training_predicts(drafts, text, na
             if draft.config.levels_of(depth):
                 if name in ONE_LAYER and not rolled:
                     mixed = mixed.index_copy(0, torch.tensor([place + depth]), answer.carry_WD[-1:])
-                answer = stepped(draft, state, answer, tokens[end + depth], depth)
+                answer = step_chain(draft, state, answer, tokens[end + depth], depth)
                 if name in ONE_LAYER and not rolled:
-                    want = trained(draft, (tokens, mixed, auxiliary))[0][place + depth]
+                    want = training_logits(draft, (tokens, mixed, auxiliary))[0][place + depth]
                 elif name in ONE_LAYER:
                     want = predicted[levels - 1 + depth][place + depth]
                 else:
                     want = predicted[0][place + depth] if len(predicted) == 1 else predicted[depth][place]
                 assert torch.allclose(answer.logits_LWU[0][-1], want, **exact)
-    if name in ONE_LAYER and draft.config.window == 6:  # the cache forgets what no later input sees: five of 15 stayed
-        assert (state.gone, state.cache.layers[0].length) == (10, 16 - 10 + 6)
+    # Inputs that no later one attends to are dropped: five of 15 stay.
+    if name in ONE_LAYER and draft.config.window == 6:
+        assert (state.dropped, state.cache.layers[0].length) == (10, 16 - 10 + 6)
 
 
-@pytest.mark.parametrize("name", [name for name in (*ONE_LAYER, *OTHERS) if VARIANTS[name].levels_of(2)])
+@pytest.mark.parametrize("name", [name for name in (*ONE_LAYER, *OTHER_DRAFTS) if VARIANTS[name].levels_of(2)])
 @torch.inference_mode()
 def test_nodes_of_different_parents_answer_as_on_a_chain_of_their_own(drafts, text, name):
-    """Three nodes, then three below the first, the last and the first."""
+    """The tree has three nodes, then three below the first, the last and the first."""
     draft, parents, eye = drafts[name], [0, 2, 0], torch.eye(3, dtype=torch.bool)
     upper, lower = torch.tensor([40, 90, 7]), torch.tensor([11, 12, 13])
-    state, one = draft.open(), DraftRequest(1)
-    root = fed(draft, state, text, 0, 9)
-    first = draft.step(state, Frontier(upper, root.carry_WD[[-1, -1, -1]], eye, 1), one)
-    seen = torch.cat([eye[parents], eye], dim=1)
-    second = draft.step(state, Frontier(lower, first.carry_WD[parents], seen, 2), one)
+    state, request = draft.open(), DraftRequest(1)
+    root = start_on(draft, state, text, 0, 9)
+    first = draft.step(state, Frontier(upper, root.carry_WD[[-1, -1, -1]], eye, 1), request)
+    visible = torch.cat([eye[parents], eye], dim=1)
+    second = draft.step(state, Frontier(lower, first.carry_WD[parents], visible, 2), request)
     for row, parent in enumerate(parents):
         alone = draft.open()
-        answer = stepped(draft, alone, fed(draft, alone, text, 0, 9), int(upper[parent]), 1)
+        answer = step_chain(draft, alone, start_on(draft, alone, text, 0, 9), int(upper[parent]), 1)
         assert torch.allclose(first.logits_LWU[0][parent], answer.logits_LWU[0][-1], atol=1e-5)
-        answer = stepped(draft, alone, answer, int(lower[row]), 2)
+        answer = step_chain(draft, alone, answer, int(lower[row]), 2)
         assert torch.allclose(second.logits_LWU[0][row], answer.logits_LWU[0][-1], atol=1e-5)
 
 
@@ -166,22 +167,22 @@ def test_nodes_of_different_parents_answer_as_on_a_chain_of_their_own(drafts, te
     [EagleConfig(window=4), JakiroConfig(window=4), Eagle3Config(ttt_steps=2, window=4)],
 )
 def test_a_window_hides_all_inputs_but_the_last_four(loaded_target, embed_head, config):
-    """In training; that decoding agrees is shown above."""
+    """Checked in training; the test above shows that decoding agrees."""
     draft, tokens = make_draft(loaded_target, embed_head, config), torch.tensor(prompt_of(3, 24))
     layers = range(len(draft.needs.auxiliary))
     states = loaded_target.capture_all(tokens[None], list(draft.needs.auxiliary))[0].clone()
     row = Row("", tokens.int().numpy(), torch.ones(24, dtype=torch.uint8).numpy(), states[:, 0], states[:, 1:])
     objective = objective_of(config)
     batch = collate([row], objective, dict.fromkeys(objective.groups, 1), auxiliary=layers)
-    given = (batch.auxiliary_BTSD if layers else batch.hidden_BTD).requires_grad_()
+    states_given = (batch.auxiliary_BTSD if layers else batch.hidden_BTD).requires_grad_()
     first = draft(batch)[0][0]
     for place in range(23):
-        (gradient,) = torch.autograd.grad(first[0, place].sum(), given, retain_graph=True)
-        seen = gradient[0].flatten(1).abs().sum(1).nonzero()[:, 0].tolist()
-        assert seen == list(range(max(0, place - 3), place + 1))
+        (gradient,) = torch.autograd.grad(first[0, place].sum(), states_given, retain_graph=True)
+        visible = gradient[0].flatten(1).abs().sum(1).nonzero()[:, 0].tolist()
+        assert visible == list(range(max(0, place - 3), place + 1))
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", OTHER_DRAFTS)
 @torch.inference_mode()
 def test_a_rejected_tree_leaves_no_trace(drafts, text, name):
     draft = drafts[name]
@@ -202,26 +203,26 @@ def test_a_rejected_tree_leaves_no_trace(drafts, text, name):
 @pytest.mark.parametrize("name", ["gumiho", "gumiho, reduced"])
 @torch.inference_mode()
 def test_gumihos_three_forwards_by_hand(drafts, text, name):
-    """The serial part on true features, then on its own; then all MLPs on fc of both tokens."""
+    """The serial part runs on the target's features, then on its own; then all MLPs run on fc of both tokens."""
     draft, tokens, width = drafts[name], text[0], 32
     state, a, b = draft.open(), 40, 90
-    first = fed(draft, state, text, 0, 9)
+    first = start_on(draft, state, text, 0, 9)
     true, following = text[1][:9], torch.tensor(tokens[1:10])
 
     def serial(features, after):
-        positions, sees = torch.arange(len(after))[None], behind(0, len(after), after.device, draft.config.window)
-        mask = additive(sees, torch.float32)[None, None]
+        positions, visible = torch.arange(len(after))[None], behind(0, len(after), after.device, draft.config.window)
+        mask = additive(visible, torch.float32)[None, None]
         return draft.heads(draft._trunk(features[None], after[None], positions, mask, None)).ahead[0][0]
 
-    one = serial(true, following)[-1]
-    assert torch.allclose(first.carry_WD[-1, :width], one, atol=1e-5)
-    assert torch.allclose(first.logits_LWU[0][-1], draft.logits(one), atol=1e-4)
-    second = stepped(draft, state, first, a, 1)
-    two = serial(torch.cat([true, one[None]]), torch.cat([following, torch.tensor([a])]))[-1]
-    assert torch.allclose(second.logits_LWU[0][-1], draft.logits(two), atol=1e-4)
-    third = stepped(draft, state, second, b, 2, levels=MLPS)
+    f_1 = serial(true, following)[-1]
+    assert torch.allclose(first.carry_WD[-1, :width], f_1, atol=1e-5)
+    assert torch.allclose(first.logits_LWU[0][-1], draft.logits(f_1), atol=1e-4)
+    second = step_chain(draft, state, first, a, 1)
+    f_2 = serial(torch.cat([true, f_1[None]]), torch.cat([following, torch.tensor([a])]))[-1]
+    assert torch.allclose(second.logits_LWU[0][-1], draft.logits(f_2), atol=1e-4)
+    third = step_chain(draft, state, second, b, 2, levels=MLPS)
     embedding = draft.embed_head.embedding_VD
-    pair = torch.cat([draft.fc(torch.cat([embedding[token], f])) for token, f in ((a, one), (b, two))])
+    pair = torch.cat([draft.fc(torch.cat([embedding[token], f])) for token, f in ((a, f_1), (b, f_2))])
     assert len(third.logits_LWU) == MLPS
     for j, logits in enumerate(third.logits_LWU):
         assert torch.allclose(logits[-1], draft.logits(draft.mlp.mlp[j](pair)), atol=1e-4)
@@ -276,21 +277,21 @@ RELEASED = {  # a draft; the tensors of the authors' checkpoint; our names of so
 
 @pytest.mark.parametrize("layout", RELEASED)
 def test_each_released_tensor_has_a_place_of_its_own_and_none_is_left(loaded_target, embed_head, layout):
-    """Names as the authors' code loads them."""
-    config, theirs, some = RELEASED[layout]
+    """The names are those that the authors' code loads."""
+    config, released, our_names = RELEASED[layout]
     draft, names = make_draft(loaded_target, embed_head, config), DRAFTS[config.kind].names
-    table = names.table(draft, dict.fromkeys(theirs))
-    dropped = [name for name in theirs if name == "embed_tokens.weight" or re.match(names.unread, name)]
-    assert sorted(table[name] for name in theirs if name not in dropped) == sorted(draft.state_dict())
-    assert len(dropped) == (layout in ("gumiho", "hydra++")) and table.items() >= some.items()
+    table = names.table(draft, dict.fromkeys(released))
+    dropped = [name for name in released if name == "embed_tokens.weight" or re.match(names.unread, name)]
+    assert sorted(table[name] for name in released if name not in dropped) == sorted(draft.state_dict())
+    assert len(dropped) == (layout in ("gumiho", "hydra++")) and table.items() >= our_names.items()
 
 
-# -- somebody's small model --------------------------------------------------------------------------------------------
+# -- an existing small model -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def small(tiny_recipe, loaded_target):
-    """small(folder): that model as a draft of the tiny target's."""
+    """Return a function that loads the model in a folder as a draft of the tiny target."""
 
     def load(folder):
         tree = tiny_recipe.model_dump(mode="json")
@@ -322,7 +323,7 @@ def test_another_model_of_the_tokenizer_changes_nothing(small, loaded_target, tm
 
 
 def test_a_small_model_never_guesses_what_the_tokenizer_lacks(tmp_path):
-    """Both embeddings are padded beyond it."""
+    """Both embeddings have more rows than the tokenizer has tokens."""
     target = Target(save(tmp_path / "target", "llama-3.1", vocab_size=320), "float32")
     reader = Target(save(tmp_path / "small", "qwen3", vocab_size=300), "float32")
     draft = SmallModel(SmallModelConfig(model="me/small"), shapes_of(target.config))
@@ -369,33 +370,33 @@ def test_a_small_model_is_known_by_its_weights_and_named_without_its_path(tiny_r
     ],
 )
 def test_what_is_borrowed_of_the_target_is_what_decoding_reads(drafts, text, name, borrowed):
-    """With other ends in its place no answer changes, unless it is borrowed."""
+    """Another embedding or head changes the answer only if it is borrowed."""
     draft = drafts[name]
     assert draft.borrowed == borrowed
     embed_head = draft.embed_head
     embedding = torch.zeros_like(embed_head.embedding_VD)
-    others = {
+    replacements = {
         "embedding": EmbeddingAndHead(embedding, embed_head.head, ""),
-        "head": EmbeddingAndHead(embed_head.embedding_VD, nothing(embed_head.head), ""),
+        "head": EmbeddingAndHead(embed_head.embedding_VD, zero_head(embed_head.head), ""),
     }
     inputs = RoundInput(text[0][:9], states_of(draft, text, 0, 8))
     before = draft.start(draft.open(), inputs, DraftRequest()).logits_LWU[0]
     try:
-        for end, other in others.items():
-            draft._embed_head = [other]
+        for part, replacement in replacements.items():
+            draft._embed_head = [replacement]
             after = draft.start(draft.open(), inputs, DraftRequest()).logits_LWU[0]
-            assert torch.equal(before, after) == (end not in borrowed), end
+            assert torch.equal(before, after) == (part not in borrowed), part
     finally:
         draft._embed_head = [embed_head]
 
 
-def nothing(head):
+def zero_head(head):
     return LMHead(torch.zeros_like(head.linear.weight))
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", OTHER_DRAFTS)
 def test_dialogues_too_short_for_a_horizon_have_no_loss_there(loaded_target, embed_head, name):
-    """Of four tokens, and of two."""
+    """The dialogues have four tokens and two."""
     draft = make_draft(loaded_target, embed_head, VARIANTS[name])
     for length in (4, 2):
         states, layers = torch.randn(length, 1 + len(draft.needs.auxiliary), 32), range(len(draft.needs.auxiliary))
@@ -408,12 +409,12 @@ def test_dialogues_too_short_for_a_horizon_have_no_loss_there(loaded_target, emb
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings", "said"),
+    ("kind", "settings", "message"),
     [
         ("skipper", {"sparsity": 1.5}, "sparsity=1.5"),
         ("skipper", {"sparsity": [0.0, 1.0]}, "some of them between"),
         ("skipper", {"sparsity": [0.3, 0.5]}, "the first block has to compute every token"),
-        ("medusa", {"head_bias": True, "own_head": False}, "head_bias=true is of heads of their own"),
+        ("medusa", {"head_bias": True, "own_head": False}, "head_bias=true requires own heads"),
         ("small-llama", {"width": 30}, "width=30 is no even multiple"),
         ("hydra", {"embedding_scale": 0.0}, "expected more than 0"),
         ("p-eagle", {"depths": 1}, "depths=1"),
@@ -423,8 +424,8 @@ def test_dialogues_too_short_for_a_horizon_have_no_loss_there(loaded_target, emb
         ("dflash", {"dpace": 0.5, "objective": "soft-ce"}, "dpace=0.5: expected 0 to 1, with objective='hard-ce'"),
     ],
 )
-def test_settings_that_do_nothing_are_refused(kind, settings, said):
-    with pytest.raises(ValueError, match=said):
+def test_settings_that_do_nothing_are_refused(kind, settings, message):
+    with pytest.raises(ValueError, match=message):
         DRAFTS[kind][0](**settings)
 
 

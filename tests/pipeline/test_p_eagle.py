@@ -1,4 +1,4 @@
-"""P-EAGLE: every guess is what a plain causal forward of its own gives; draws; decoding in pieces."""
+"""P-EAGLE: every guess equals that of a separate causal forward; sampling of depths; decoding in pieces."""
 
 from itertools import pairwise
 
@@ -26,7 +26,7 @@ CONFIGS = {
 
 @pytest.fixture(params=CONFIGS)
 def draft(request, loaded_target, embed_head, monkeypatch):
-    """No guess is dropped, unless it is drawn."""
+    """Return a draft that drops no guess in training, except in the variant "drawn"."""
     if request.param != "drawn":
         monkeypatch.setattr(p_eagle, "LEAST", 1.0)
     return make_draft(loaded_target, embed_head, CONFIGS[request.param])
@@ -44,7 +44,7 @@ def batch_of(draft, rows):
 
 
 def alone(draft, row: Row, place: int, depth: int) -> torch.Tensor:
-    """The guess of a depth behind an input, by a causal forward over the inputs up to it and the guesses before."""
+    """Return the guess of a depth after an input, by a causal forward over the inputs up to it and earlier guesses."""
     assert row.auxiliary_TKD is not None
     states = draft.features(row.auxiliary_TKD[: place + 1])
     masked = draft.features(draft.mask_hidden.view(SOURCES, -1))
@@ -57,12 +57,12 @@ def alone(draft, row: Row, place: int, depth: int) -> torch.Tensor:
 
 @torch.inference_mode()
 def test_each_guess_is_that_of_a_causal_forward_of_its_own(draft):
-    """In a batch of dialogues of several lengths: no guess sees the text behind its input, or another input's guess."""
+    """No guess attends to text after its input or to another input's guesses, in a batch of several lengths."""
     rows = [row_of(1, 13), row_of(2, 7)]
     batch = batch_of(draft, rows)
-    found, width = draft(batch)[0], batch.tokens_BT.shape[1]
+    group_features, width = draft(batch)[0], batch.tokens_BT.shape[1]
     checked = 0
-    for depth, (group, features) in enumerate(zip(sorted(batch.positions), found, strict=True)):
+    for depth, (group, features) in enumerate(zip(sorted(batch.positions), group_features, strict=True)):
         for number, feature in zip(batch.positions[group].inputs.tolist(), features, strict=True):
             row, place = divmod(number, width)
             assert torch.allclose(feature, alone(draft, rows[row], place, depth), atol=1e-5)
@@ -72,32 +72,35 @@ def test_each_guess_is_that_of_a_causal_forward_of_its_own(draft):
 
 @torch.inference_mode()
 def test_decoding_in_pieces_guesses_what_training_does(draft):
-    """With a window inputs that no later one sees are dropped on the way."""
+    """Inputs that no later one attends to, with a window, are dropped on the way."""
     row, state, begin = row_of(3, 30), draft.open(), 0
     tokens, levels, window = row.input_ids.tolist(), draft.config.depths, draft.config.window
     for end, places in ((5, 2), (6, 1), (11, 4), (12, 1), (26, 3), (28, 1)):
         inputs = RoundInput(tokens[: end + 1], row.auxiliary_TKD[begin:end])
-        for asked in (levels, 1):
+        for requested in (levels, 1):
             state.verified = begin
-            answer = draft.start(state, inputs, DraftRequest(asked), places)
-            assert len(answer.logits_LWU) == asked and state.verified == end
+            answer = draft.start(state, inputs, DraftRequest(requested), places)
+            assert len(answer.logits_LWU) == requested and state.verified == end
             for depth, logits_WU in enumerate(answer.logits_LWU):
                 for w, logits_U in enumerate(logits_WU):
                     want = draft.logits(alone(draft, row, end - places + w, depth))
                     assert torch.allclose(logits_U, want, atol=1e-4)
         begin = end
-    assert state.gone == (26 - window + 1 if window else 0)
+    assert state.dropped == (26 - window + 1 if window else 0)
 
 
 def test_what_is_drawn_for_a_depth_is_drawn_for_those_before_it():
     objective = objective_of(PEagleConfig(depths=8))
     ids, mask = np.zeros(4001, np.int32), np.ones(4001, np.uint8)
-    found = objective.positions(ids, mask, (0, 7, 3))
-    inputs = [set(found[group].inputs.tolist()) for group in sorted(found)]
+    positions = objective.positions(ids, mask, (0, 7, 3))
+    inputs = [set(positions[group].inputs.tolist()) for group in sorted(positions)]
     assert all(later < earlier for earlier, later in pairwise(inputs))
-    shares = [len(some) / 4000 for some in inputs]
+    shares = [len(depth_inputs) / 4000 for depth_inputs in inputs]
     assert shares == pytest.approx([1, 0.8, 0.64, 0.512, 0.41, 0.328, 0.262, 0.21], abs=0.03)
-    assert all(torch.equal(one.labels, one.inputs + group) for group, one in found.items())
-    again, other = (objective.positions(ids, mask, seed) for seed in ((0, 7, 3), (0, 8, 3)))
-    assert all(torch.equal(again[group].inputs, found[group].inputs) for group in found)
-    assert not torch.equal(other[2].inputs, found[2].inputs)
+    assert all(
+        torch.equal(group_positions.labels, group_positions.inputs + group)
+        for group, group_positions in positions.items()
+    )
+    again, other_step = (objective.positions(ids, mask, seed) for seed in ((0, 7, 3), (0, 8, 3)))
+    assert all(torch.equal(again[group].inputs, positions[group].inputs) for group in positions)
+    assert not torch.equal(other_step[2].inputs, positions[2].inputs)

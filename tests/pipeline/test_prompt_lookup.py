@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the text's end before, and nothing else; lossless as every draft."""
+"""Prompt lookup: it proposes only earlier continuations of the text's end, and is lossless like every draft."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from tests.pipeline.taught import NEVER, greedy, prompt_of
 SHAPES = {"vocab_size": 260, "target_layers": 2}
 
 
-def proposed(text, state=None, **settings):
+def propose_tree(text, state=None, **settings):
     tree = {key: settings.pop(key) for key in ("depth", "top_k", "nodes") if key in settings}
     lookup = make(PromptLookupConfig(**settings), SHAPES)
     spec = lookup.config.resolve(TreeConfig(**{"depth": 3, "top_k": 2, "nodes": 7, **tree}))
@@ -29,35 +29,35 @@ def proposed(text, state=None, **settings):
 
 
 def test_what_followed_the_longest_suffix_comes_first():
-    """'ab' stands twice before the end: 'abx' after a longer match than the later 'b'."""
-    tree = proposed(b"zabxy..b!..zab", depth=2, nodes=5)
+    """The text has 'ab' twice before its end: 'abx' follows a longer match than the later 'b'."""
+    tree = propose_tree(b"zabxy..b!..zab", depth=2, nodes=5)
     assert paths_of(tree)[1:] == [(ord("x"),), (ord("x"), ord("y")), (ord("!"),), (ord("!"), ord("."))]
 
 
 def test_of_equal_matches_the_latest_comes_first():
-    assert paths_of(proposed(b"a1!a2 a", depth=1, nodes=3))[1:] == [(ord("2"),), (ord("1"),)]
+    assert paths_of(propose_tree(b"a1!a2 a", depth=1, nodes=3))[1:] == [(ord("2"),), (ord("1"),)]
 
 
 def test_continuations_that_begin_alike_share_their_nodes():
-    tree = proposed(b"qab1 qab2 q", depth=3, nodes=7)
+    tree = propose_tree(b"qab1 qab2 q", depth=3, nodes=7)
     assert paths_of(tree)[1:] == [tuple(b"a"), tuple(b"ab"), tuple(b"ab2"), tuple(b"ab1")]
 
 
 def test_a_text_that_repeats_nothing_has_a_tree_of_its_root():
-    assert proposed(b"abc").tokens == [ord("c")]
-    assert proposed(b"a").tokens == [ord("a")]
+    assert propose_tree(b"abc").tokens == [ord("c")]
+    assert propose_tree(b"a").tokens == [ord("a")]
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 4), st.integers(1, 3), st.integers(2, 9))
 def test_trees_keep_their_bounds_and_copy_what_stands_in_the_text(text, depth, top_k, nodes):
     nodes = min(max(nodes, depth + 1), 1 + top_k + top_k * top_k * (depth - 1))
-    tree = proposed(text, depth=depth, top_k=top_k, nodes=nodes)
+    tree = propose_tree(text, depth=depth, top_k=top_k, nodes=nodes)
     assert len(tree.tokens) <= nodes and max(tree.depths) <= depth
     assert max(map(len, tree.children())) <= top_k
     assert len(set(paths_of(tree))) == len(tree.tokens)
     for path in paths_of(tree)[1:]:
-        whole = [text[-1], *path]
-        assert any(text[i : i + len(whole)] == whole for i in range(len(text)))
+        copied = [text[-1], *path]
+        assert any(text[i : i + len(copied)] == copied for i in range(len(text)))
 
 
 @given(st.lists(st.integers(0, 2), min_size=4, max_size=40), st.integers(1, 3))
@@ -65,9 +65,9 @@ def test_reading_on_is_reading_all(text, pieces):
     lookup = make(PromptLookupConfig(), SHAPES)
     state, spec = lookup.open(), lookup.config.resolve(TreeConfig(depth=3, top_k=2, nodes=7))
     for end in range(pieces, len(text) + 1, pieces):
-        found = lookup.propose(state, RoundInput(text[:end], torch.zeros(0, 0, 1)), spec, None)
-        assert (found.tokens, found.parents) == (
-            (fresh := proposed(text[:end])).tokens,
+        tree = lookup.propose(state, RoundInput(text[:end], torch.zeros(0, 0, 1)), spec, None)
+        assert (tree.tokens, tree.parents) == (
+            (fresh := propose_tree(text[:end])).tokens,
             fresh.parents,
         )
 
@@ -103,23 +103,23 @@ def test_the_replay_counts_what_decoding_does(loaded_target):
 # -- a corpus --------------------------------------------------------------------------------------------------------
 
 
-class Letters:
-    """A tokenizer."""
+class ByteTokenizer:
+    """A tokenizer with one token per byte."""
 
     def __call__(self, text, **_):
         return {"input_ids": list(text.encode())}
 
 
 def by_hand(corpus, text):
-    """Places of the corpus whose last tokens are those that end the text, by how many agree."""
-    found = {}
+    """Return positions of the corpus that end with the text's last tokens -> the number of matching tokens."""
+    matches = {}
     for place in range(len(corpus) - 1):
         length = 0
         while length < min(LONGEST, place + 1, len(text)) and corpus[place - length] == text[-1 - length]:
             length += 1
         if length:
-            found[place] = length
-    return found
+            matches[place] = length
+    return matches
 
 
 @given(
@@ -127,53 +127,61 @@ def by_hand(corpus, text):
     st.lists(st.integers(0, 4), min_size=1, max_size=20),
 )
 def test_a_corpus_finds_every_place_the_longest_agreement_first(corpus, text):
-    found = Corpus(corpus).matches(text)
-    assert dict(found) == by_hand(corpus, text) and len(found) == len(dict(found))
-    assert [n for _, n in found] == sorted((n for _, n in found), reverse=True)
+    matches = Corpus(corpus).matches(text)
+    assert dict(matches) == by_hand(corpus, text) and len(matches) == len(dict(matches))
+    assert [n for _, n in matches] == sorted((n for _, n in matches), reverse=True)
 
 
 def test_of_too_many_places_of_a_corpus_some_are_looked_at():
-    found = Corpus([7] * 200).matches([7] * 9)
-    assert len(found) == 32 and {length for _, length in found} == {8} and all(7 <= place < 199 for place, _ in found)
+    matches = Corpus([7] * 200).matches([7] * 9)
+    assert (
+        len(matches) == 32
+        and {length for _, length in matches} == {8}
+        and all(7 <= place < 199 for place, _ in matches)
+    )
 
 
 def test_the_text_itself_comes_before_a_corpus_that_agrees_as_long(tmp_path):
     (tmp_path / "text").write_text("xab1 yab2 zcab3 ", encoding="utf-8")
-    lookup = make_untrained(PromptLookupConfig(corpus=str(tmp_path / "text")), SHAPES, Letters)
+    lookup = make_untrained(PromptLookupConfig(corpus=str(tmp_path / "text")), SHAPES, ByteTokenizer)
     spec = lookup.config.resolve(TreeConfig(depth=1, top_k=6, nodes=7))
 
     def firsts(text):
-        seen = RoundInput(list(text), torch.zeros(0, 0, 1))
-        return "".join(map(chr, lookup.propose(lookup.open(), seen, spec, None).tokens[1:]))
+        inputs = RoundInput(list(text), torch.zeros(0, 0, 1))
+        return "".join(map(chr, lookup.propose(lookup.open(), inputs, spec, None).tokens[1:]))
 
-    assert (found := firsts(b"qab4 ab"))[0] == "4" and sorted(found) == list("1234")  # two tokens agree everywhere
-    assert (found := firsts(b"qab4 cab"))[:2] == "34" and sorted(found) == list("1234")  # three do in the corpus
+    # Two tokens agree everywhere.
+    assert (candidates := firsts(b"qab4 ab"))[0] == "4" and sorted(candidates) == list("1234")
+    # Three do in the corpus.
+    assert (candidates := firsts(b"qab4 cab"))[:2] == "34" and sorted(candidates) == list("1234")
 
 
 def test_a_corpus_changes_no_answer(loaded_target, tmp_path):
-    """It holds the target's own words, so that much is accepted."""
+    """The corpus holds the target's own answer, so that much is accepted."""
     prompt, shapes, taus = prompt_of(5, 20), shapes_of(loaded_target.config), {}
     (tmp_path / "text").write_text("any")
-    said = greedy(loaded_target, prompt, 40)
+    answer = greedy(loaded_target, prompt, 40)
     for corpus in (None, str(tmp_path / "text")):
-        lookup = make_untrained(PromptLookupConfig(corpus=corpus), shapes, lambda: lambda *_, **__: {"input_ids": said})
+        lookup = make_untrained(
+            PromptLookupConfig(corpus=corpus), shapes, lambda: lambda *_, **__: {"input_ids": answer}
+        )
         method = LoadedMethod(lookup, TreeConfig(depth=5, top_k=1, nodes=6))
         got = speculative(loaded_target, method, prompt, Sampling(40, NEVER))
-        assert got.tokens == said
+        assert got.tokens == answer
         taus[corpus is None] = got.acceptance.tau
     assert taus[False] > 3 and taus[False] > taus[True]
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [(None, "No such file"), (b"", "has 0 tokens"), (b"\xff\xfe", "not UTF-8")],
 )
-def test_a_corpus_that_is_no_text_is_refused(tmp_path, content, said):
+def test_a_corpus_that_is_no_text_is_refused(tmp_path, content, message):
     if content is not None:
         (tmp_path / "text").write_bytes(content)
-    with pytest.raises(PipelineError, match=said) as refused:
-        make_untrained(PromptLookupConfig(corpus=str(tmp_path / "text")), SHAPES, Letters)
-    assert str(tmp_path) not in str(refused.value)  # nor what folder it is in
+    with pytest.raises(PipelineError, match=message) as raised:
+        make_untrained(PromptLookupConfig(corpus=str(tmp_path / "text")), SHAPES, ByteTokenizer)
+    assert str(tmp_path) not in str(raised.value)  # the message does not name its folder
 
 
 def test_a_corpus_stays_on_this_machine():

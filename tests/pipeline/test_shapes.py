@@ -1,5 +1,5 @@
-"""What drafts take from the configurations of other families: widths, heads, and the RoPE of the layers that see
-everything.
+"""The shapes that drafts copy from the configurations of other families: widths, heads, and the RoPE of the layers
+with full attention.
 """
 
 import json
@@ -33,15 +33,15 @@ ROPES = {  # family: (its RoPE, the draft's)
 }
 
 
-def configured(family: str, **more):
+def make_config(family: str, **more):
     name, settings = FAMILIES[family]
     return AutoConfig.for_model(name, **{**SMALL, **settings, **more})
 
 
 @pytest.mark.parametrize("family", ROPES)
 def test_a_drafts_rope_is_that_of_its_targets_full_layers(family):
-    own, want = ROPES[family]
-    shapes = shapes_of(configured(family, rope_parameters=dict(own)))
+    rope_parameters, want = ROPES[family]
+    shapes = shapes_of(make_config(family, rope_parameters=dict(rope_parameters)))
     reference = LlamaRotaryEmbedding(
         LlamaConfig(**{**SMALL, "head_dim": shapes["head_dim"]}, rope_parameters=dict(want))
     )
@@ -53,7 +53,7 @@ def test_a_drafts_rope_is_that_of_its_targets_full_layers(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_have_the_targets_heads_and_no_biases(family):
-    config = configured(family)
+    config = make_config(family)
     shapes = shapes_of(config)
     size = 16 if family == "qwen3" else 8
     want = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": size, "vocab_size": 260}

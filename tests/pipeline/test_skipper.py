@@ -1,4 +1,4 @@
-"""The target as its own draft, on a target of five blocks whose routers keep some tokens and let others pass by."""
+"""The target as its own draft, on a target of five blocks whose routers let some tokens skip a block."""
 
 import numpy as np
 import pytest
@@ -32,8 +32,8 @@ def target(tmp_path_factory):
     return Target(TargetConfig(model=str(folder), device="cpu"), "float32")
 
 
-def made(target, sparsity=0.4):
-    """Of static routers, which are no constants."""
+def make_skipper(target, sparsity=0.4):
+    """Return a skipper with static routers, which are not constant."""
     draft = build(SkipperConfig(sparsity=sparsity), shapes_of(target.config))
     draft.initialise(0)
     draft.bind(target.embed_head("x"))
@@ -42,56 +42,60 @@ def made(target, sparsity=0.4):
 
 
 def logits_along(draft, tokens):
-    """What training predicts behind each token."""
+    """Return the logits that training predicts after each token."""
     with torch.inference_mode():
-        found = draft.logits(draft.through(torch.tensor([tokens]), None))[0]
-    kept = torch.stack(draft.walk.kept)[1:-1]
-    assert 0.1 < kept.mean() < 0.9 and ((kept.mean((1, 2)) > 0) & (kept.mean((1, 2)) < 1)).sum() >= 2
-    return found
+        logits = draft.logits(draft.through(torch.tensor([tokens]), None))[0]
+    computed = torch.stack(draft.walk.kept)[1:-1]
+    assert 0.1 < computed.mean() < 0.9 and ((computed.mean((1, 2)) > 0) & (computed.mean((1, 2)) < 1)).sum() >= 2
+    return logits
 
 
 def test_the_static_routers_let_as_many_pass_by_as_asked(target):
-    draft = made(target)
+    draft = make_skipper(target)
     draft.start_from_target(TEXTS)
-    kept = torch.stack(draft.walk.kept)
-    assert kept.shape == (LAYERS, 1, 240)
-    assert kept.mean((1, 2)).tolist() == pytest.approx([1, *[1 / 3] * 3, 1], abs=0.02)
+    computed = torch.stack(draft.walk.kept)
+    assert computed.shape == (LAYERS, 1, 240)
+    assert computed.mean((1, 2)).tolist() == pytest.approx([1, *[1 / 3] * 3, 1], abs=0.02)
     alone = draft.through(torch.tensor(TEXTS[1:2]), None)
-    assert torch.equal(torch.stack(draft.walk.kept)[:, 0].round(), kept[:, 0, 60:120].round())  # each text by itself
+    # Each text by itself.
+    assert torch.equal(torch.stack(draft.walk.kept)[:, 0].round(), computed[:, 0, 60:120].round())
     assert alone.shape == (1, 60, 32)
 
 
 def test_static_routers_take_turns(target):
-    """A third passes each of three blocks by: one block a token, as good as; not the same tokens all three."""
-    draft = made(target, sparsity=0.2)
+    """A third of the tokens skips each of three blocks: almost always one block for each token, not three for some."""
+    draft = make_skipper(target, sparsity=0.2)
     draft.start_from_target(TEXTS)
     passed = (torch.stack(draft.walk.kept) < 0.5).sum(0)[0].view(4, 60)[:, 4:]
     assert passed.max() <= 2 and (passed == 1).float().mean() > 0.85
 
 
 def test_decoding_in_pieces_answers_what_training_predicts(target):
-    """Behind rejected trees, whose tokens leave nothing; a node beside a sibling that it does not see."""
-    draft = made(target)
+    """Trees are rejected before and leave nothing in the cache; each node has a sibling that it does not attend to."""
+    draft = make_skipper(target)
     want, state = logits_along(draft, TOKENS), draft.open()
     for end in (7, 8, 12, 13, 21):
         answer = draft.start(state, RoundInput(TOKENS[:end], NO_STATES), DraftRequest())
         assert torch.allclose(answer.logits_LWU[0][-1], want[end - 1], atol=1e-4)
         for depth in range(1, 4):
-            seen = torch.zeros(2, 2 * (depth - 1), dtype=torch.bool)
-            seen[:, 1::2] = True
-            seen = torch.cat([seen, torch.eye(2, dtype=torch.bool)], dim=1)
-            nodes = Frontier(torch.tensor([7, TOKENS[end + depth - 1]]), answer.carry_WD[[-1, -1]], seen, depth)
+            visible = torch.zeros(2, 2 * (depth - 1), dtype=torch.bool)
+            visible[:, 1::2] = True
+            visible = torch.cat([visible, torch.eye(2, dtype=torch.bool)], dim=1)
+            nodes = Frontier(torch.tensor([7, TOKENS[end + depth - 1]]), answer.carry_WD[[-1, -1]], visible, depth)
             answer = draft.step(state, nodes, DraftRequest())
             assert torch.allclose(answer.logits_LWU[0][-1], want[end + depth - 1], atol=1e-4)
     counts = [len(state.cache.places[block]) for block in range(LAYERS)]
     assert counts[0] == counts[-1] == 21 + 6 and all(0 < count < 27 for count in counts[1:-1])
     assert counts == [layer.keys.shape[2] for layer in state.cache.layers]
-    many = draft.start(draft.open(), RoundInput(TOKENS, NO_STATES), DraftRequest(), places=LENGTH).logits_LWU[0]
-    assert torch.allclose(many, want, atol=1e-4)
+    all_logits = draft.start(draft.open(), RoundInput(TOKENS, NO_STATES), DraftRequest(), places=LENGTH).logits_LWU[0]
+    assert torch.allclose(all_logits, want, atol=1e-4)
 
 
 def test_answers_are_plain_decodings(target):
-    method, sampling = LoadedMethod(made(target), TreeConfig(depth=3, top_k=4, nodes=16)), Sampling(24, NEVER, 1.0)
+    method, sampling = (
+        LoadedMethod(make_skipper(target), TreeConfig(depth=3, top_k=4, nodes=16)),
+        Sampling(24, NEVER, 1.0),
+    )
     for seed in range(4):
         got = speculative(target, method, prompt_of(seed), sampling)
         assert got.tokens == plain(target, prompt_of(seed), sampling).tokens
@@ -111,12 +115,12 @@ class Idle(nn.Module):
 
 
 def test_training_finds_the_tokens_that_a_block_does_nothing_for(tmp_path):
-    """Which are half of them, and passed by the pruned target is the whole one; the static router knows nothing of
+    """These are half of the tokens; without them the pruned target equals the full one. The static router does not find
     them.
     """
     target = Target(TargetConfig(model=str(save_tiny_target(tmp_path, layers=LAYERS)), device="cpu"), "float32")
     target.decoder.layers[2] = Idle(target.decoder.layers[2])
-    draft = made(target, [0.0, 0.0, 0.5, 0.0, 0.0]).train().requires_grad_(True)
+    draft = make_skipper(target, [0.0, 0.0, 0.5, 0.0, 0.0]).train().requires_grad_(True)
     rows = [
         Row(
             f"row{n}", np.array(text, np.int32), np.ones(60, np.uint8), target.capture(torch.tensor([text]))[0].detach()
@@ -131,9 +135,9 @@ def test_training_finds_the_tokens_that_a_block_does_nothing_for(tmp_path):
         loss.backward()
         optimizer.step()
         losses.append(sums["next"]["classification"].item())
-        kept = draft.walk.kept[2].detach()
-        early.append(kept[:, 4:30].mean().item())
-        late.append(kept[:, 30:59].mean().item())
+        computed = draft.walk.kept[2].detach()
+        early.append(computed[:, 4:30].mean().item())
+        late.append(computed[:, 30:59].mean().item())
     draft.shares = [0.0] * LAYERS
     least = objective_of(draft.config).loss(draft, batch)[1]["next"]["classification"].item()
     assert losses[0] - least > 50 and losses[-1] - least < (losses[0] - least) / 3
@@ -142,8 +146,12 @@ def test_training_finds_the_tokens_that_a_block_does_nothing_for(tmp_path):
 
 @torch.inference_mode()
 def test_a_token_that_passes_a_block_by_is_seen_by_nobody_there(target):
-    """By hand: the second block computes the first four and even positions only, among themselves."""
-    draft, at, even = made(target, [0.0, 0.5, 0.0, 0.0, 0.0]), torch.arange(LENGTH)[None], torch.arange(LENGTH) % 2 == 0
+    """The second block, by hand, computes only the first four and even positions, among themselves."""
+    draft, at, even = (
+        make_skipper(target, [0.0, 0.5, 0.0, 0.0, 0.0]),
+        torch.arange(LENGTH)[None],
+        torch.arange(LENGTH) % 2 == 0,
+    )
     even[:4] = True  # a text's first tokens
 
     class Even(nn.Module):
@@ -152,11 +160,13 @@ def test_a_token_that_passes_a_block_by_is_seen_by_nobody_there(target):
 
     draft.routers["1"] = Even()
     decoder = target.decoder
-    x, seen = decoder.embed_tokens(torch.tensor([TOKENS])), torch.full((LENGTH, LENGTH), -1e30).triu(1)
+    x, causal_bias = decoder.embed_tokens(torch.tensor([TOKENS])), torch.full((LENGTH, LENGTH), -1e30).triu(1)
     for number, block in enumerate(decoder.layers):
         chosen = even if number == 1 else torch.ones_like(even)
         rope = tuple(part[:, chosen] for part in decoder.rotary_emb(x, at))
-        x[:, chosen] = block(x[:, chosen], attention_mask=seen[chosen][:, chosen][None, None], position_embeddings=rope)
+        x[:, chosen] = block(
+            x[:, chosen], attention_mask=causal_bias[chosen][:, chosen][None, None], position_embeddings=rope
+        )
     state = draft.open()
     got = draft.start(state, RoundInput(TOKENS, NO_STATES), DraftRequest(), places=LENGTH).logits_LWU[0]
     assert torch.allclose(got, draft.logits(decoder.norm(x))[0], atol=1e-4)
@@ -164,7 +174,7 @@ def test_a_token_that_passes_a_block_by_is_seen_by_nobody_there(target):
 
 
 @pytest.mark.parametrize(
-    ("settings", "layers", "said"),
+    ("settings", "layers", "message"),
     [
         ({"sparsity": [0.0, 0.5]}, 3, "2 shares, but the target has 3 blocks"),
         ({"sparsity": 0.5}, 3, "less than 1/3"),
@@ -174,18 +184,18 @@ def test_a_token_that_passes_a_block_by_is_seen_by_nobody_there(target):
         ({"sparsity": 0.4}, 30, None),
     ],
 )
-def test_shares_are_one_a_block(settings, layers, said):
+def test_shares_are_one_a_block(settings, layers, message):
     config = SkipperConfig(**settings)
-    if said is None:
+    if message is None:
         shares = config.shares(layers)
         assert sum(shares) == pytest.approx(0.4 * layers) and (shares[0], shares[-1]) == (0, 0)
         return
-    with pytest.raises(PipelineError, match=said):
+    with pytest.raises(PipelineError, match=message):
         config.shares(layers)
 
 
-class Otherwise(nn.Module):
-    """A decoder around the tiny one that does something else with its blocks."""
+class FaultyDecoder(nn.Module):
+    """A decoder around the tiny one that uses its blocks in another way."""
 
     def __init__(self, decoder: nn.Module, fault: str):
         super().__init__()
@@ -202,20 +212,20 @@ class Otherwise(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         ("no layers", "has no `layers`"),
         ("spread", "is spread over devices"),
         ("by position", "takes its blocks otherwise"),
-        ("its own blocks", "does not get from them what the target gets"),
+        ("its own blocks", "computes other states with these blocks than the target"),
     ],
 )
-def test_a_target_whose_blocks_cannot_be_passed_by_is_refused(target, fault, said):
+def test_a_target_whose_blocks_cannot_be_passed_by_is_refused(target, fault, message):
     embed_head = target.embed_head("x")
-    embed_head.decoder = Otherwise(embed_head.decoder, fault)
+    embed_head.decoder = FaultyDecoder(embed_head.decoder, fault)
     draft = build(SkipperConfig(sparsity=0.4), shapes_of(target.config))
     draft.bind(embed_head)
-    with pytest.raises(PipelineError, match=f"draft 'skipper': blocks of its target cannot be passed by.*{said}"):
+    with pytest.raises(PipelineError, match=f"draft 'skipper': blocks of its target cannot be passed by.*{message}"):
         draft.start_from_target(TEXTS)
 
 

@@ -1,15 +1,15 @@
 """DFlash (arXiv 2602.06036): one forward guesses a whole block of tokens.
 
-The context is c_i = norm(fc(outputs of several layers of the target at t_i)); every layer makes its keys and values of
-it. The block stands behind the anchor t_a, the last token that is certain: B places at positions a .. a + B - 1, the
-first with the anchor's embedding, the others with that of a mask token. Each place sees c_0 .. c_{a-1}, with a window
-of W those at most W - 1 positions before it, and its whole block, in both directions; a causal block's place sees the
-block up to itself. c_a is not there: the target has not read t_a yet. Place k answers
+The context is c_i = norm(fc(outputs of several layers of the target at t_i)); every layer computes keys and values from
+it. The block starts at the anchor t_a, the last token that is certain: B places at positions a .. a + B - 1, the first
+with the anchor's embedding, the others with that of a mask token. Each place attends to c_0 .. c_{a-1} (with a window
+of W, to those at most W - 1 positions before it) and to its whole block, in both directions; in a causal block, to the
+places up to itself. There is no c_a, because the target has not read t_a yet. Place k predicts
 
     logits of t_{a+k} = head(norm(h_k)),   k = 1 .. B - 1
 
-The places are independent given the text: in a tree the chance of a node is the product of its places' probabilities,
-and all nodes of a level have the same candidates. Tensor names are those that engines read.
+The places are independent given the text: in a tree the probability of a node is the product of its places'
+probabilities, and all nodes of a level have the same candidates. Tensor names are those that engines read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,13 +26,13 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from pipeline.basics.accelerator import sent
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import DraftOutput, DraftRequest, RoundInput
-from pipeline.drafts.parallel.anchors import decayed
-from pipeline.drafts.parallel.mask import MASK, Masked, mask_fact
+from pipeline.drafts.parallel.anchors import decay_weights
+from pipeline.drafts.parallel.mask import MASK, MaskTokenDraft, mask_token_fact
 from pipeline.drafts.parts.base import DenseConfig, FusedConfig, MaskConfig, VocabularyConfig, WindowConfig
 from pipeline.drafts.parts.layers import AttentionBlock, layer_config, norm, rotary, swiglu
-from pipeline.drafts.parts.losses import LossKind, Term, named
+from pipeline.drafts.parts.losses import LossKind, Term, term_names
 from pipeline.drafts.parts.module import TrainedDraft
-from pipeline.drafts.parts.names import AUXILIARY, IDS, LAYER_KEYS, UNSAID, Export, Facts, Form, Names, llama_of
+from pipeline.drafts.parts.names import AUXILIARY, IDS, LAYER_KEYS, UNSAID, Export, Facts, Form, Names, llama_config
 from pipeline.drafts.parts.one_layer import DraftState
 from pipeline.lm.attention import FULL, SLIDING, additive
 from pipeline.lm.states import States
@@ -40,21 +40,22 @@ from pipeline.lm.states import States
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
 
-TOGETHER = 256  # places whose blocks share a mask in training: it grows with their square, the copies of keys shrink
+# Places that share a mask in training: its size grows with their square, the copies of keys shrink.
+PLACES_PER_MASK = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig(FusedConfig, DenseConfig, MaskConfig, WindowConfig, VocabularyConfig):
     description: ClassVar = "DFlash ([2602.06036](https://arxiv.org/abs/2602.06036)), blocks of tokens in one forward,"
-    trains_behind_gaps: ClassVar[bool] = True  # places of a block behind a user's turn in it
+    trains_behind_gaps: ClassVar[bool] = True  # train places of a block after a user's turn in it
 
     kind: Literal["dflash"] = "dflash"
     layers: int = 5
-    block: int = 16  # places; one forward guesses one token less
+    block: int = 16  # places; one forward guesses one token fewer
     anchors: int = 512  # blocks of a dialogue in one step, at most
-    causal: bool = False  # a place sees its block up to itself, not all of it
-    gamma: float = 7.0  # of the loss: place k weighs exp(-(k - 1) / gamma)
-    dpace: float | None = None  # instead of it D-PACE's weights with this alpha, 0.5 in its paper
+    causal: bool = False  # a place attends to its block up to itself, not to all of it
+    gamma: float = 7.0  # of the loss: place k has weight exp(-(k - 1) / gamma)
+    dpace: float | None = None  # if set, D-PACE's weights with this alpha, 0.5 in its paper
     objective: LossKind = "hard-ce"
 
     def __post_init__(self):
@@ -76,47 +77,54 @@ class DFlashConfig(FusedConfig, DenseConfig, MaskConfig, WindowConfig, Vocabular
 
     @property
     def levels(self) -> int:
-        """How many of a block's places, its last ones, answer."""
+        """The number of places of a block that predict a token, its last ones."""
         return self.block - 1
 
     def levels_of(self, number: int) -> int:
         return 0 if number else self.levels
 
     def terms(self, step: int) -> list[Term]:
-        """The k-th place that answers is the group k."""
-        weights = [1.0] * self.levels if self.dpace is not None else decayed(self.gamma, self.levels)
-        both = zip(named(1, self.levels), weights, strict=True)
+        """Return the terms; group k is the k-th place that predicts a token."""
+        weights = [1.0] * self.levels if self.dpace is not None else decay_weights(self.gamma, self.levels)
+        named_weights = zip(term_names(1, self.levels), weights, strict=True)
         return [
-            Term(name, k, {"classification": weight}, self.objective) for k, (name, weight) in enumerate(both, start=1)
+            Term(name, k, {"classification": weight}, self.objective)
+            for k, (name, weight) in enumerate(named_weights, start=1)
         ]
 
 
 def even_layers(target_layers: int, count: int) -> list[int]:
-    """The reference's, which counts from 0: `count` of them evenly from 1 to L - 3, of a small target as many as there
-    are; here from 1.
+    """Return the layers that the reference uses, but counted from 1.
+
+    Counted from 0, they are `count` layers evenly spaced from 1 to L - 3; a small target has fewer distinct ones.
     """
     if count == 1:
         return [target_layers // 2 + 1]
     span = max(target_layers - 4, 0)
-    found = {round(1 + number * span / (count - 1)) + 1 for number in range(count)}
-    return sorted({min(layer, target_layers) for layer in found})
+    layers = {round(1 + number * span / (count - 1)) + 1 for number in range(count)}
+    return sorted({min(layer, target_layers) for layer in layers})
 
 
-class Layer(AttentionBlock):
-    """Qwen3's, but for keys and values of a context, which are in the cache before it is called."""
+class ContextLayer(AttentionBlock):
+    """A Qwen3 layer that also attends to a context, whose keys and values are put into the cache before."""
 
     def __init__(self, llama: Any, width: int, number: int):
         parts = {"mlp": swiglu(llama, width), "input_layernorm": norm(llama)}
         super().__init__(llama, parts, None, number, True)
-        self.self_attn.is_causal = False  # where no mask is given, all places see each other
+        self.self_attn.is_causal = False  # without a mask, all places attend to each other
 
-    def remember(self, context_BTD: Tensor, rope: tuple[Tensor, Tensor], cache: Any, rows_C: Any = slice(None)) -> None:
-        """Appends the context's keys and values; of each of a batch's `rows_C`, as often as it is there."""
-        own: Any = self.self_attn
-        shape = (*context_BTD.shape[:2], -1, own.head_dim)
-        keys, values = own.k_norm(own.k_proj(context_BTD).view(shape)), own.v_proj(context_BTD).view(shape)
+    def append_context(
+        self, context_BTD: Tensor, rope: tuple[Tensor, Tensor], cache: Any, rows_C: Any = slice(None)
+    ) -> None:
+        """Append the context's keys and values to the cache; `rows_C` selects rows of the batch, with repeats."""
+        attention: Any = self.self_attn
+        shape = (*context_BTD.shape[:2], -1, attention.head_dim)
+        keys, values = (
+            attention.k_norm(attention.k_proj(context_BTD).view(shape)),
+            attention.v_proj(context_BTD).view(shape),
+        )
         keys, _ = apply_rotary_pos_emb(keys, keys[:, :, :0], *rope, unsqueeze_dim=2)
-        cache.update(keys.transpose(1, 2)[rows_C], values.transpose(1, 2)[rows_C], own.layer_idx)
+        cache.update(keys.transpose(1, 2)[rows_C], values.transpose(1, 2)[rows_C], attention.layer_idx)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any) -> Tensor:
         parts: Any = self
@@ -124,7 +132,7 @@ class Layer(AttentionBlock):
         return x + parts.mlp(self.post_attention_layernorm(x))
 
 
-class DFlash(Masked, TrainedDraft):
+class DFlash(MaskTokenDraft, TrainedDraft):
     config: DFlashConfig
     layers: nn.ModuleList
 
@@ -135,15 +143,15 @@ class DFlash(Masked, TrainedDraft):
         self.fc = nn.Linear(len(self.needs.auxiliary) * width, width, bias=False)
         self.hidden_norm, self.norm = norm(llama), norm(llama)
         mlp_width = config.mlp_width or llama.intermediate_size
-        self.layers = nn.ModuleList(Layer(llama, mlp_width, number) for number in range(config.layers))
+        self.layers = nn.ModuleList(ContextLayer(llama, mlp_width, number) for number in range(config.layers))
         self._add_mask_token()
-        self._rope = [rotary(llama)]  # out of the module tree: a cast to bf16 must not touch its frequencies
+        self._rope = [rotary(llama)]  # in a list, outside of the module tree: a cast to bf16 must not change it
 
-    def _share(self, other: Self) -> None:
-        other._rope = self._rope
+    def _share(self, draft_copy: Self) -> None:
+        draft_copy._rope = self._rope
 
     @property
-    def _layers(self) -> list[Layer]:
+    def _layers(self) -> list[ContextLayer]:
         return list(self.layers)  # type: ignore[arg-type]
 
     # -- one forward ----------------------------------------------------------------------------------------------
@@ -155,41 +163,45 @@ class DFlash(Masked, TrainedDraft):
         return self._rope[0].to(like.device)(like, positions)
 
     def _blocks(self, anchors_CA: Tensor, positions_CA: Tensor, like: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """What goes into the first layer behind these tokens (C, A * B, D), and its places' angles."""
+        """Return the first layer's input for the blocks of these anchors (C, A * B, D), and the places' RoPE angles."""
         places = torch.arange(self.config.block, device=anchors_CA.device)
         tokens_CAB = torch.where(places == 0, anchors_CA[..., None], self.mask_token_id)
         x = nn.functional.embedding(tokens_CAB.flatten(1), self.embed_head.embedding_VD).to(like.dtype)
         return x, self._angles(x, (positions_CA[..., None] + places).flatten(1))
 
-    def _seen(self, first_CA: Tensor, last_CA: Tensor, count: int) -> Tensor:
-        return seen(first_CA, last_CA, count, self.config.block, self.config.window, self.config.causal)
+    def _mask(self, first_CA: Tensor, last_CA: Tensor, count: int) -> Tensor:
+        return block_mask(first_CA, last_CA, count, self.config.block, self.config.window, self.config.causal)
 
     # -- training -------------------------------------------------------------------------------------------------
 
     def forward(self, batch: "Batch") -> tuple[list[Tensor], None]:
-        """By place a feature (M, D) of each block that is told a token there."""
+        """Return, for each place, the features (M, D) of the blocks that have a label there."""
         context_BTD = self._context(States(batch.hidden_BTD, batch.auxiliary_BTSD, self.needs.auxiliary).of(self.needs))
         (count, width), device = batch.tokens_BT.shape, batch.tokens_BT.device
         anchors = np.asarray(batch.positions[1].inputs)
-        bundles_CA, slots = bundled(anchors, count, width, max(1, TOGETHER // self.config.block))
+        bundles_CA, slots = bundle_anchors(anchors, count, width, max(1, PLACES_PER_MASK // self.config.block))
         inputs_CA = sent(torch.tensor(bundles_CA), device)
         rows_C, places_CA = inputs_CA[:, 0] // width, inputs_CA % width
         begins_BT = torch.zeros_like(batch.tokens_BT) if batch.begins_BT is None else batch.begins_BT
         begins_CA = begins_BT.flatten()[inputs_CA]
         x, rope = self._blocks(batch.tokens_BT.flatten()[inputs_CA], places_CA + 1 - begins_CA, context_BTD)
-        mask = additive(self._seen(begins_CA, places_CA, width), x.dtype)[:, None]
+        mask = additive(self._mask(begins_CA, places_CA, width), x.dtype)[:, None]
         angles = self._angles(context_BTD, torch.arange(width, device=device) - begins_BT)
         for layer in self._layers:
-            given = layer, x, context_BTD, angles, rows_C, rope, mask
-            again = self.recompute and torch.is_grad_enabled()
-            x = checkpoint(_behind, *given, use_reentrant=False) if again else _behind(*given)
+            arguments = layer, x, context_BTD, angles, rows_C, rope, mask
+            recomputes = self.recompute and torch.is_grad_enabled()
+            x = (
+                checkpoint(_forward_layer, *arguments, use_reentrant=False)
+                if recomputes
+                else _forward_layer(*arguments)
+            )
         levels = self.config.levels
         feature_ALD = self.norm(x).reshape(-1, self.config.block, x.shape[-1])[:, -levels:]
-        found = []
+        features = []
         for level in range(levels):
-            told = np.searchsorted(anchors, np.asarray(batch.positions[level + 1].inputs))
-            found.append(feature_ALD[:, level].index_select(0, sent(torch.tensor(slots[told]), device)))
-        return found, None
+            block_indices = np.searchsorted(anchors, np.asarray(batch.positions[level + 1].inputs))
+            features.append(feature_ALD[:, level].index_select(0, sent(torch.tensor(slots[block_indices]), device)))
+        return features, None
 
     # -- decoding -------------------------------------------------------------------------------------------------
 
@@ -198,45 +210,47 @@ class DFlash(Masked, TrainedDraft):
 
     @torch.inference_mode()
     def start(self, state: DraftState, inputs: RoundInput, request: DraftRequest, places: int = 1) -> DraftOutput:
-        told_LAD = self._told(state, inputs, places)[: request.levels]
-        return DraftOutput(told_LAD[0], list(self.logits(told_LAD)))
+        feature_LAD = self._block_features(state, inputs, places)[: request.levels]
+        return DraftOutput(feature_LAD[0], list(self.logits(feature_LAD)))
 
-    def _told(self, state: DraftState, inputs: RoundInput, places: int) -> Tensor:
-        """Drops the last block, takes in the context of T verified inputs, answers behind the last `places` tokens: the
-        features (L, A, D) of all levels.
+    def _block_features(self, state: DraftState, inputs: RoundInput, places: int) -> Tensor:
+        """Drop the last block, add the context of T verified inputs, run a block at each of the last `places` tokens.
+
+        Returns the features (L, A, D) of all levels.
         """
         past, end, device = state.verified, state.verified + len(inputs.states_TSD), inputs.states_TSD.device
         state.drop_tree(self.config.window)
         context_BTD = self._context(inputs.states_TSD)[None]
         angles = self._angles(context_BTD, torch.arange(past, end, device=device)[None])
         for layer in self._layers:
-            layer.remember(context_BTD, angles, state.cache)
+            layer.append_context(context_BTD, angles, state.cache)
         state.verified = end
-        last_CA = torch.arange(end - places, end, device=device)[None]  # the last input that each sees
+        last_CA = torch.arange(end - places, end, device=device)[None]  # the last input that each block attends to
         x, rope = self._blocks(sent(inputs.tokens[-places:], device)[None], last_CA + 1, context_BTD)
-        mask, here_CA = None, last_CA - state.gone  # in the cache
+        mask, cached_CA = None, last_CA - state.dropped  # in the cache
         if places > 1 or self.config.window or self.config.causal:
-            mask = additive(self._seen(torch.zeros_like(here_CA), here_CA, end - state.gone), x.dtype)[:, None]
+            mask = additive(self._mask(torch.zeros_like(cached_CA), cached_CA, end - state.dropped), x.dtype)[:, None]
         for layer in self._layers:
             x = layer(x, rope, mask, state.cache)
         return self.norm(x[0]).unflatten(0, (places, -1))[:, -self.config.levels :].transpose(0, 1)
 
 
-def _behind(
-    layer: Layer, x: Tensor, context_BTD: Tensor, angles: Any, rows_C: Tensor, rope: Any, mask: Tensor
+def _forward_layer(
+    layer: ContextLayer, x: Tensor, context_BTD: Tensor, angles: Any, rows_C: Tensor, rope: Any, mask: Tensor
 ) -> Tensor:
-    """A layer's answer with a cache of its own, since it may run twice."""
+    """Run a layer with a new cache, since it may run twice."""
     cache = DynamicCache()
-    layer.remember(context_BTD, angles, cache, rows_C)
+    layer.append_context(context_BTD, angles, cache, rows_C)
     return layer(x, rope, mask, cache)
 
 
-def seen(
+def block_mask(
     first_CA: Tensor, last_CA: Tensor, count: int, block: int, window: int | None = None, causal: bool = False
 ) -> Tensor:
-    """Bool (C, A * B, count + A * B): what the places of A blocks see, each from its first to its last input of the
-    context, of these the ones less than `window` before the place, and then its own block, of a causal one the places
-    up to itself.
+    """Return the attention mask of A blocks, bool (C, A * B, count + A * B).
+
+    Each place attends to the context from its block's first to its last input, limited to those less than `window`
+    before the place, and to its own block (if causal, to the places up to itself).
     """
     inputs = torch.arange(count, device=last_CA.device)
     context_CAT = (inputs >= first_CA[..., None]) & (inputs <= last_CA[..., None])
@@ -245,19 +259,20 @@ def seen(
         places_CR = (last_CA[..., None] + 1 + torch.arange(block, device=last_CA.device)).flatten(1)
         context_CRT &= places_CR[..., None] - inputs < window
     number = torch.arange(last_CA.shape[1], device=last_CA.device).repeat_interleave(block)
-    own = number[:, None] == number
-    own = own.tril() if causal else own
-    return torch.cat([context_CRT, own.expand(len(last_CA), -1, -1)], dim=2)
+    same_block = number[:, None] == number
+    same_block = same_block.tril() if causal else same_block
+    return torch.cat([context_CRT, same_block.expand(len(last_CA), -1, -1)], dim=2)
 
 
-def bundled(anchors: np.ndarray, rows: int, width: int, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """The anchors, ascending numbers below rows * width, in bundles (C, A) of one row and at most so many; each row's
-    last one is filled up with its first input. And where each anchor stands, as a number below C * A. There is at
-    least one bundle: every weight takes part in every batch.
+def bundle_anchors(anchors: np.ndarray, rows: int, width: int, max_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Group the anchors, ascending numbers below rows * width, into bundles (C, A): of one row, at most `most` anchors.
+
+    Also returns the index of each anchor, below C * A. The last bundle of a row is padded with the row's first input.
+    There is at least one bundle, so that every weight takes part in every batch.
     """
     row_A = anchors // width
     sizes = np.bincount(row_A, minlength=rows)
-    size = max(1, min(most, int(sizes.max())))
+    size = max(1, min(max_size, int(sizes.max())))
     bundles = -(-sizes // size)
     bundles[0] = max(bundles[0], not len(anchors))
     filled = np.repeat(np.arange(rows) * width, bundles)[:, None].repeat(size, 1)
@@ -267,55 +282,61 @@ def bundled(anchors: np.ndarray, rows: int, width: int, most: int) -> tuple[np.n
     return filled, slots
 
 
-# -- what others call it -----------------------------------------------------------------------------------------------
+# -- names in other software -------------------------------------------------------------------------------------------
 
-TRANSFORMERS, MUSE = "transformers", "muse_glimmer_assistant"  # whose one block draft it is
+TRANSFORMERS, MUSE = "transformers", "muse_glimmer_assistant"  # the only block draft of transformers
 
 
 def engine_config(draft: DFlash, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
-    """The form of its authors' released weights; or transformers' own."""
+    """Return config.json in the format of its authors' released weights, or in that of transformers."""
     config, layers = draft.config, draft.needs.auxiliary
-    own = {MASK: int(weights.pop(MASK)), "target_layer_ids": [number - 1 for number in layers]}
-    llama = {"architectures": [export.architecture]} | llama_of(draft, weights) | {"block_size": config.block}
+    block_keys = {MASK: int(weights.pop(MASK)), "target_layer_ids": [number - 1 for number in layers]}
+    llama = {"architectures": [export.architecture]} | llama_config(draft, weights) | {"block_size": config.block}
     if export.engine == TRANSFORMERS:
-        return llama | {"model_type": MUSE, "layer_types": [FULL] * config.layers} | own
+        return llama | {"model_type": MUSE, "layer_types": [FULL] * config.layers} | block_keys
     llama |= {"model_type": "qwen3", "num_target_layers": draft.shapes["target_layers"]}
-    llama |= {"is_causal": True} if config.causal else {}  # what SGLang reads; vLLM reads either
-    return llama | {"dflash_config": own | {"causal": config.causal}}
+    llama |= {"is_causal": True} if config.causal else {}  # SGLang reads this key; vLLM reads either
+    return llama | {"dflash_config": block_keys | {"causal": config.causal}}
 
 
-def facts(draft: DFlash, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
-    layers = theirs.get(AUXILIARY) or UNSAID, list(draft.needs.auxiliary)
-    return {"auxiliary_layers": layers, "causal": (is_causal(theirs), draft.config.causal)} | mask_fact(draft, theirs)
+def facts(draft: DFlash, config_json: dict[str, Any], tensors: Mapping[str, Tensor]) -> Facts:
+    layers = config_json.get(AUXILIARY) or UNSAID, list(draft.needs.auxiliary)
+    return {"auxiliary_layers": layers, "causal": (is_causal(config_json), draft.config.causal)} | mask_token_fact(
+        draft, config_json
+    )
 
 
-def is_causal(theirs: dict[str, Any]) -> bool:
-    """Return whether a place sees its block up to itself alone. What a file says holds for all layers. One that says
-    nothing means causal blocks where its layers slide, as SpecForge trains them and vLLM and SGLang serve them.
+def is_causal(config_json: dict[str, Any]) -> bool:
+    """Return whether a place attends to its block only up to itself.
 
-    Raises PipelineError where keys contradict each other, and where speculators' form does not say it of its sliding
-    layers: speculators trains these as causal by default, and versions of vLLM serve them both ways.
+    The file's value holds for all layers. Without one, blocks are causal if the layers have sliding attention, as
+    SpecForge trains and as vLLM and SGLang serve them.
+
+    Raises PipelineError if keys contradict each other, and if speculators' format has sliding layers without the key:
+    speculators trains these as causal by default, and versions of vLLM serve them both ways.
     """
-    stated = {key: bool(theirs[key]) for key in CAUSAL if key in theirs}
-    slides = theirs.get("layer_types") == [SLIDING]
-    if slides and BOTH_WAYS in theirs:
-        stated[BOTH_WAYS] = not theirs[BOTH_WAYS]
+    stated = {key: bool(config_json[key]) for key in CAUSAL_KEYS if key in config_json}
+    slides = config_json.get("layer_types") == [SLIDING]
+    if slides and NON_CAUSAL_KEY in config_json:
+        stated[NON_CAUSAL_KEY] = not config_json[NON_CAUSAL_KEY]
     if len(set(stated.values())) > 1:
-        both = ", ".join(f"{key}={theirs[key]!r}" for key in stated)
-        raise PipelineError(f"config.json says {both}: whether blocks are causal is not known. Correct a copy of it")
-    if slides and not stated and "speculators_model_type" in theirs:
+        statements = ", ".join(f"{key}={config_json[key]!r}" for key in stated)
         raise PipelineError(
-            f"config.json has {SLIDING} layers and no {BOTH_WAYS}: whether blocks are causal is not known. Say it in a "
-            "copy of the file, true or false, as the draft was trained"
+            f"config.json says {statements}: whether blocks are causal is not known. Correct a copy of it"
+        )
+    if slides and not stated and "speculators_model_type" in config_json:
+        raise PipelineError(
+            f"config.json has {SLIDING} layers and no {NON_CAUSAL_KEY}: whether blocks are causal is not known. "
+            "Set it in a copy of the file, true or false, as the draft was trained"
         )
     return next(iter(stated.values()), slides)
 
 
 IN_TRANSFORMERS = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
-BOTH_WAYS = "sliding_window_non_causal"  # in speculators' form
-CAUSAL = ("is_causal", "causal")
-# How it was trained, and Domino's settings, which that form has at their defaults.
-NOT_READ = (
+NON_CAUSAL_KEY = "sliding_window_non_causal"  # in speculators' format
+CAUSAL_KEYS = ("is_causal", "causal")
+# Training settings, and Domino's settings, which this format has at their defaults.
+IGNORED_KEYS = (
     *("num_target_layers", "num_anchors", "max_anchors", "auf", "pure_draft_prefix_len"),
     *("emb_dim", "gru_hidden_dim", "lambda_base_decay_ratio", "lambda_base_start"),
 )
@@ -331,13 +352,13 @@ NAMES = Names(
     },
     engine_config=engine_config,
     method={"method": "dflash"},
-    not_exported=(IDS,),  # engines guess with the target's whole head
+    not_exported=(IDS,),  # engines guess with the target's full head
     is_block=True,
     settings={"block": "block_size", "layers": "num_hidden_layers"},
     facts=facts,
-    keys=dict.fromkeys((MASK, *LAYER_KEYS, *NOT_READ), ())
+    keys=dict.fromkeys((MASK, *LAYER_KEYS, *IGNORED_KEYS), ())
     | {
-        **dict.fromkeys((*CAUSAL, BOTH_WAYS), (False, True)),
+        **dict.fromkeys((*CAUSAL_KEYS, NON_CAUSAL_KEY), (False, True)),
         "attention_mode": ("gqa", "mha"),
         "projector_type": ("dflash",),
         "sample_from_anchor": (False,),

@@ -1,16 +1,16 @@
-"""DSpark (DeepSpec): DFlash's backbone, whose anchor answers, too, and a bias that depends on the token before.
+"""DSpark (DeepSpec): DFlash's backbone, whose anchor also predicts a token, and a bias by the previous token.
 
-Place k of a block behind the anchor t_a answers, from k = 0 on,
+Place k of the block at the anchor t_a predicts, from k = 0 on,
 
     logits of t_{a+k+1} = head(norm(h_k)) + w2 w1[t_{a+k}]
 
-so a block of B places guesses B tokens. The bias has a low rank. In training the token before is the text's, in
-decoding the parent in the tree: the layers and the head run once a round, each further level is a lookup and one small
-product. A node's score is the product of probabilities that are conditioned on its parent.
+so a block of B places guesses B tokens. The bias has a low rank. The previous token is the text's in training, and the
+parent in the tree in decoding: the layers and the head run once a round, and each further level is a lookup and one
+small product. A node's score is the product of probabilities that are conditioned on the parent.
 
-w1 has a row for each token of the target, w2 one for each of the draft's vocabulary, as in vLLM's loader. The paper's
-third part is left out: a head that is trained to predict sum min(p, q) at each place. Nothing here would read it; vLLM
-loads a draft without it, and then estimates acceptance by itself.
+w1 has a row for each token of the target, w2 one for each token of the draft's vocabulary, as in vLLM's loader. The
+paper's third part is left out: a head that is trained to predict sum min(p, q) at each place. It is not used here; vLLM
+loads a draft without it and then estimates acceptance by itself.
 """
 
 from dataclasses import dataclass, replace
@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from pipeline.basics.accelerator import sent
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
-from pipeline.drafts.parallel.dflash import NAMES as OF_DFLASH
-from pipeline.drafts.parallel.dflash import DFlash, DFlashConfig, engine_config
+from pipeline.drafts.parallel.dflash import NAMES as DFLASH_NAMES
+from pipeline.drafts.parallel.dflash import DFlash, DFlashConfig
+from pipeline.drafts.parallel.dflash import engine_config as dflash_config
 from pipeline.drafts.parts.losses import BiasedHead, LossKind, OwnHead
-from pipeline.drafts.parts.names import WHOLE, Export, Form
+from pipeline.drafts.parts.names import NO_OWN_VOCABULARY, Export, Form
 from pipeline.drafts.parts.one_layer import DraftState
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class DSparkConfig(DFlashConfig):
 
 @dataclass
 class DSparkState(DraftState):
+    """A draft cache with the logits of the current block."""
+
     base_LAU: Tensor | None = None  # the block's logits without a bias, by level and place
 
 
@@ -84,12 +87,12 @@ class DSpark(DFlash):
     # -- training -------------------------------------------------------------------------------------------------
 
     def forward(self, batch: "Batch") -> tuple[list[Tensor], None]:
-        """As DFlash's, each row with w1 of the token before."""
-        tokens, found = batch.tokens_BT.flatten(), []
+        """Return DFlash's features, each row concatenated with w1 of the previous token."""
+        tokens, features = batch.tokens_BT.flatten(), []
         for level, feature_MD in enumerate(super().forward(batch)[0], start=1):
             before_M = tokens[sent(np.asarray(batch.positions[level].labels), tokens.device)]
-            found.append(torch.cat([feature_MD, self.markov_head[W1](before_M)], dim=1))
-        return found, None
+            features.append(torch.cat([feature_MD, self.markov_head[W1](before_M)], dim=1))
+        return features, None
 
     # -- decoding -------------------------------------------------------------------------------------------------
 
@@ -99,7 +102,7 @@ class DSpark(DFlash):
     @torch.inference_mode()
     def start(self, state: DraftState, inputs: RoundInput, request: DraftRequest, places: int = 1) -> DraftOutput:
         assert isinstance(state, DSparkState)
-        state.base_LAU = self._known(self.embed_head.head(self._told(state, inputs, places)))
+        state.base_LAU = self._mask_padding(self.embed_head.head(self._block_features(state, inputs, places)))
         return self._biased(state.base_LAU[0], sent(inputs.tokens[-places:], state.base_LAU.device))
 
     @torch.inference_mode()
@@ -108,29 +111,30 @@ class DSpark(DFlash):
         return self._biased(state.base_LAU[frontier.depth], frontier.tokens_W)
 
     def _biased(self, base_AU: Tensor, tokens_W: Tensor) -> DraftOutput:
-        """What follows these tokens, equally many for each place; their children need nothing more of it."""
+        """Return logits after these tokens, equally many for each place. The carry is only the token."""
         bias_WU = self.markov_head[W2](self.markov_head[W1](tokens_W))
         logits_WU = base_AU.repeat_interleave(len(tokens_W) // len(base_AU), dim=0) + bias_WU
         return DraftOutput(tokens_W[:, None], [logits_WU])
 
 
-# -- what others call it -----------------------------------------------------------------------------------------------
+# -- names in other software -------------------------------------------------------------------------------------------
 
 
-def more_config(draft: DSpark, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
-    return engine_config(draft, weights, export) | {"markov_rank": draft.config.rank, "markov_head_type": "vanilla"}
+def engine_config(draft: DSpark, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
+    return dflash_config(draft, weights, export) | {"markov_rank": draft.config.rank, "markov_head_type": "vanilla"}
 
 
-TOLD = ("enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha")
+CONFIDENCE_KEYS = ("enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha")
 NAMES = replace(
-    OF_DFLASH,
-    forms={"vllm": Form(architecture="Qwen3DSparkModel", lacks=WHOLE, is_tried=False)},  # vLLM runs it on GPUs alone
-    engine_config=more_config,
+    DFLASH_NAMES,
+    # Not tried, since vLLM runs it only on GPUs.
+    forms={"vllm": Form(architecture="Qwen3DSparkModel", lacks=NO_OWN_VOCABULARY, is_tried=False)},
+    engine_config=engine_config,
     method={"method": "dspark"},
-    settings={**OF_DFLASH.settings, "rank": "markov_rank"},
+    settings={**DFLASH_NAMES.settings, "rank": "markov_rank"},
     keys={
-        **OF_DFLASH.keys,
-        **dict.fromkeys(TOLD, ()),
+        **DFLASH_NAMES.keys,
+        **dict.fromkeys(CONFIDENCE_KEYS, ()),
         "markov_head_type": ("vanilla",),
         "projector_type": ("dspark",),
         "sample_from_anchor": (True,),

@@ -1,4 +1,4 @@
-"""The mask token: its embedding stands where a draft guesses without the token before."""
+"""The mask token: its embedding is the input where a draft guesses without knowing the previous token."""
 
 from typing import Any
 
@@ -12,20 +12,21 @@ from pipeline.drafts.parts.names import UNSAID, Facts
 MASK = "mask_token_id"  # the buffer
 
 
-class Masked(DraftModule):
-    """Its settings have `mask_token`: an id, or None. Its checkpoint holds the one that it was trained with."""
+class MaskTokenDraft(DraftModule):
+    """A draft with a mask token. Its settings have `mask_token`: an id, or None. The checkpoint holds the id."""
 
     mask_token_id: Tensor
 
     def _add_mask_token(self) -> None:
-        last, given = self.target_vocabulary - 1, self.config.mask_token
-        if given is not None and given > last:
-            raise PipelineError(f"mask_token={given}: the target's embedding has ids up to {last}")
-        self.register_buffer(MASK, torch.tensor(last if given is None else given))
+        last, mask_token = self.target_vocabulary - 1, self.config.mask_token
+        if mask_token is not None and mask_token > last:
+            raise PipelineError(f"mask_token={mask_token}: the target's embedding has ids up to {last}")
+        self.register_buffer(MASK, torch.tensor(last if mask_token is None else mask_token))
 
     def start_from_target(self, texts: list[list[int]]) -> None:
-        """Chooses the mask token where none is given: the highest that these texts lack, hence one that the tokenizer
-        lacks where the target's embedding is padded.
+        """Choose the mask token if none is set: the highest id that these texts lack.
+
+        If the target's embedding is padded, the tokenizer does not have this id either.
         """
         if self.config.mask_token is not None:
             return
@@ -33,25 +34,27 @@ class Masked(DraftModule):
         free = next((token for token in reversed(range(self.target_vocabulary)) if token not in used), None)
         if free is None:
             raise PipelineError(
-                f"draft {self.name!r}: the training texts have all {self.target_vocabulary} tokens, so none can stand "
-                "for what is yet to be guessed: set its mask_token to the id of a token that answers rarely have"
+                f"draft {self.name!r}: the training texts have all {self.target_vocabulary} tokens, so none is free "
+                "for the mask: set its mask_token to the id of a token that answers rarely have"
             )
         self.mask_token_id.fill_(free)
 
 
-def mask_fact(draft: Any, theirs: dict[str, Any]) -> Facts:
-    """Return what their config says of it, beside the draft's settings.
+def mask_token_fact(draft: Any, config_json: dict[str, Any]) -> Facts:
+    """Return the mask token of the file's config and of the draft's settings.
 
-    Raises PipelineError where it says two, and where neither it nor the draft's settings name one.
+    Raises PipelineError if the file names two, and if neither the file nor the settings name one.
     """
-    stated = {key: theirs[key] for key in ("pard_token", MASK) if key in theirs}
+    stated = {key: config_json[key] for key in ("pard_token", MASK) if key in config_json}
     if len(set(map(str, stated.values()))) > 1:
-        both = " and ".join(f"{key}={token!r}" for key, token in stated.items())
-        raise PipelineError(f"config.json says {both}: which one is the mask token is not known. Correct a copy of it")
-    token, ours = next(iter(stated.values()), UNSAID), draft.config.mask_token
-    if token is UNSAID and ours is None:
+        statements = " and ".join(f"{key}={token!r}" for key, token in stated.items())
+        raise PipelineError(
+            f"config.json says {statements}: which one is the mask token is not known. Correct a copy of it"
+        )
+    token, configured = next(iter(stated.values()), UNSAID), draft.config.mask_token
+    if token is UNSAID and configured is None:
         raise PipelineError(
             f"neither config.json nor the recipe names the mask token: set draft.{draft.name}.mask_token to the id "
             "that the draft was trained with"
         )
-    return {"mask_token": (token, ours)}
+    return {"mask_token": (token, configured)}

@@ -2,8 +2,8 @@
 
     head k    logits_k = W_k (x_k),   x_k = blocks_k(f_i)   ->   t_{i+1+k}
 
-It sees no token that is not in f_i yet, not even the one that the target has just chosen; all levels of its tree come
-from one forward, and all nodes of a level have the same candidates.
+The heads see no token after f_i, not even the one that the target has just chosen. All levels of the tree come from one
+forward, and all nodes of a level have the same candidates.
 """
 
 import re
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.decoding.contract import DraftOutput, DraftRequest, RoundInput
-from pipeline.drafts.parts.heads import HeadsConfig, HeadsDraft, facts, own_heads
+from pipeline.drafts.parts.heads import HeadsConfig, HeadsDraft, facts, make_lm_heads
 from pipeline.drafts.parts.layers import ResBlock
 from pipeline.drafts.parts.losses import LossKind
-from pipeline.drafts.parts.names import WHOLE, Export, Form, Names
+from pipeline.drafts.parts.names import NO_OWN_VOCABULARY, Export, Form, Names
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
@@ -43,7 +43,7 @@ class Medusa(HeadsDraft):
         self.heads = nn.ModuleList(
             nn.Sequential(*(ResBlock(width, width) for _ in range(config.blocks))) for _ in range(config.heads)
         )
-        self.lm_heads = own_heads(config, width, self.vocabulary_size)
+        self.lm_heads = make_lm_heads(config, width, self.vocabulary_size)
 
     @property
     def borrowed(self) -> list[str]:
@@ -62,11 +62,11 @@ class Medusa(HeadsDraft):
         return DraftOutput(f_WD, [self.logits(x_WD, number) for number, x_WD in enumerate(features)])
 
 
-# -- what others call it -----------------------------------------------------------------------------------------------
+# -- names in other software -------------------------------------------------------------------------------------------
 
 
 def _medusa_name(name: str, config: MedusaConfig) -> str:
-    """``k.n.linear.weight`` of block n, ``k.N.weight`` of the LM head behind N blocks."""
+    """Return ``k.n.linear.weight`` for block n, ``k.N.weight`` for the LM head after N blocks."""
     return re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{config.blocks}.", name.removeprefix("heads."))
 
 
@@ -77,10 +77,10 @@ def engine_config(draft: Medusa, weights: dict[str, Tensor], export: Export) -> 
     return {"architectures": [export.architecture], "model_type": "medusa", **keys, **shapes}
 
 
-LACKS = dict.fromkeys(("own_head", "head_bias"), "vLLM's heads are their own, without a bias")
+UNSUPPORTED = dict.fromkeys(("own_head", "head_bias"), "vLLM's heads are their own, without a bias")
 NAMES = Names(
     forms={
-        "vllm": Form(_medusa_name, "MedusaModel", WHOLE | LACKS),
+        "vllm": Form(_medusa_name, "MedusaModel", NO_OWN_VOCABULARY | UNSUPPORTED),
         "others": Form(lambda name, config: f"medusa_head.{_medusa_name(name, config)}"),
     },
     engine_config=engine_config,

@@ -1,12 +1,12 @@
 """P-EAGLE: EAGLE-3 whose guesses all come from one forward (vLLM's `parallel_drafting`).
 
-Behind input i, with its fused state g_i and the token after it, stand the inputs of depth s = 1, 2, ...: the mask
-token's embedding, and a learned vector `mask_hidden` where a text's input has the target's states. Such an input is at
-position i + s; it sees the text's inputs up to i and those of its own i with lesser depth. Depth s answers with the
-token after that many: the label of horizon s + 1. The first layer is EAGLE-3's, plain ones follow.
+Input i, with its fused state g_i and the token after it, is followed by inputs of depth s = 1, 2, ...: they have the
+mask token's embedding, and a learned vector `mask_hidden` in place of the target's states. Such an input is at position
+i + s; it attends to the text's inputs up to i and to those of the same i with smaller depth. Depth s predicts the token
+of horizon s + 1. The first layer is EAGLE-3's; plain layers follow.
 
-Training takes all of a text's inputs and, at depth s, a drawn share max(KEEP^s, LEAST) of them (PARD's conditional
-drop, arXiv 2504.18583): one that is drawn for a depth is drawn for those before it, too.
+Training uses all of a text's inputs and, at depth s, a sampled share max(KEEP_RATE^s, LEAST) of them (PARD's
+conditional drop, arXiv 2504.18583): an input that is sampled for a depth is also sampled for all smaller depths.
 """
 
 from collections.abc import Mapping
@@ -20,13 +20,13 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.basics.accelerator import sent
 from pipeline.decoding.contract import DraftOutput, DraftRequest, RoundInput
-from pipeline.drafts.eagle3 import AUTHORS, BY_NUMBER, DECAY, Eagle3Frame, Eagle3FrameConfig
-from pipeline.drafts.eagle3 import NAMES as OF_EAGLE3
-from pipeline.drafts.eagle3 import engine_config as config_of_eagle3
-from pipeline.drafts.parallel.mask import MASK, Masked, mask_fact
+from pipeline.drafts.eagle3 import AUTHORS_FORMAT, DECAY, NUMBERED_FORMAT, Eagle3Frame, Eagle3FrameConfig
+from pipeline.drafts.eagle3 import NAMES as EAGLE3_NAMES
+from pipeline.drafts.eagle3 import engine_config as eagle3_config
+from pipeline.drafts.parallel.mask import MASK, MaskTokenDraft, mask_token_fact
 from pipeline.drafts.parts.base import DenseConfig, MaskConfig
 from pipeline.drafts.parts.layers import AttentionBlock, norm
-from pipeline.drafts.parts.losses import Term, named
+from pipeline.drafts.parts.losses import Term, term_names
 from pipeline.drafts.parts.names import Export, Facts
 from pipeline.drafts.parts.objective import Objective
 from pipeline.drafts.parts.one_layer import Dense, DraftState
@@ -37,8 +37,8 @@ from pipeline.lm.states import States
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
 
-STREAM = 0x70656167  # of random numbers: apart from others with the same seeds
-KEEP, LEAST = 0.8, 0.2  # the share of inputs that a depth is trained at
+STREAM = 0x70656167  # random stream, separate from others with the same seeds
+KEEP_RATE, LEAST = 0.8, 0.2  # share of inputs that depth s is trained at: KEEP_RATE^s, at least LEAST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class PEagleConfig(DenseConfig, MaskConfig, Eagle3FrameConfig):
 
     kind: Literal["p-eagle"] = "p-eagle"
     layers: int = 4
-    depths: int = 8  # tokens that a forward guesses
+    depths: int = 8  # tokens that a forward pass guesses
 
     def __post_init__(self):
         super().__post_init__()
@@ -62,30 +62,33 @@ class PEagleConfig(DenseConfig, MaskConfig, Eagle3FrameConfig):
         return 0 if number else self.depths
 
     def terms(self, step: int) -> list[Term]:
-        """Depth s weighs DECAY^s."""
-        names = enumerate(named(1, self.depths))
+        """Return the terms; depth s has weight DECAY^s."""
+        names = enumerate(term_names(1, self.depths))
         return [Term(name, s + 1, {"classification": DECAY**s}, self.objective) for s, name in names]
 
-    def deepest(self, drawn_N: np.ndarray) -> np.ndarray:
-        """How many depths inputs have, by uniform numbers in [0, 1)."""
-        shares = [max(KEEP**s, LEAST) for s in range(1, self.depths)]
+    def count_depths(self, drawn_N: np.ndarray) -> np.ndarray:
+        """Return the number of depths of each input, from uniform random numbers in [0, 1)."""
+        shares = [max(KEEP_RATE**s, LEAST) for s in range(1, self.depths)]
         return (drawn_N[:, None] < np.array(shares)).sum(1)
 
 
 class PEagleObjective(Objective):
-    """Each depth is trained where it was drawn; depth 0 at every trained input."""
+    """The objective that trains each depth at the inputs sampled for it; depth 0 at every trained input."""
 
     config: PEagleConfig
 
     def positions(self, ids: np.ndarray, loss_mask: np.ndarray, seed: Seed = ()) -> dict[Group, Positions]:
-        found = super().positions(ids, loss_mask, seed)
+        by_group = super().positions(ids, loss_mask, seed)
         uniform_N = np.random.default_rng((STREAM, *seed)).random(len(ids) - 1)
-        deepest_N = torch.from_numpy(self.config.deepest(uniform_N))
-        drawn = {group: deepest_N[one.inputs] >= int(group) - 1 for group, one in found.items()}
-        return {group: Positions(one.inputs[drawn[group]], one.labels[drawn[group]]) for group, one in found.items()}
+        deepest_N = torch.from_numpy(self.config.count_depths(uniform_N))
+        drawn = {group: deepest_N[positions.inputs] >= int(group) - 1 for group, positions in by_group.items()}
+        return {
+            group: Positions(positions.inputs[drawn[group]], positions.labels[drawn[group]])
+            for group, positions in by_group.items()
+        }
 
 
-class PEagle(Masked, Dense, Eagle3Frame):
+class PEagle(MaskTokenDraft, Dense, Eagle3Frame):
     config: PEagleConfig
 
     def __init__(self, config: PEagleConfig, shapes: dict[str, Any]):
@@ -94,25 +97,25 @@ class PEagle(Masked, Dense, Eagle3Frame):
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, len(self.needs.auxiliary) * width))
         self.layers = nn.ModuleDict()  # by number, as engines name them
         for number in range(1, config.layers):
-            parts = self.follow(self.llama) | {"input_layernorm": norm(self.llama)}
+            parts = self.mlp_modules(self.llama) | {"input_layernorm": norm(self.llama)}
             block = AttentionBlock(self.llama, parts, number=number, qk_norm=config.qk_norm)
             self.layers[str(number)] = block
         self._add_mask_token()
 
     @property
     def _masked_1SD(self) -> Tensor:
-        """What stands in the place of the target's states."""
+        """The vector in place of the target's states (1, S, D)."""
         return self.mask_hidden.view(1, len(self.needs.auxiliary), -1)
 
-    def _seen(self, anchor_R: Tensor, depth_R: Tensor, anchor_C: Tensor, depth_C: Tensor) -> Tensor:
-        """Bool (..., R, C): what rows see, by the place of the text's input that each belongs to."""
+    def _mask(self, anchor_R: Tensor, depth_R: Tensor, anchor_C: Tensor, depth_C: Tensor) -> Tensor:
+        """Return the attention mask, bool (..., R, C), from each row's and column's input of the text and depth."""
         a, s, b, d = anchor_R[..., None], depth_R[..., None], anchor_C[..., None, :], depth_C[..., None, :]
-        sees = torch.where(d == 0, b <= a, (b == a) & (d <= s))
-        return sees & (a + s - b - d < self.config.window) if self.config.window else sees
+        visible = torch.where(d == 0, b <= a, (b == a) & (d <= s))
+        return visible & (a + s - b - d < self.config.window) if self.config.window else visible
 
     def _layers(self, features: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any = None) -> Tensor:
-        """What the head takes before its norm, of rows (B, R)."""
-        x_BRD, residual = self.inputs(features, self.embedded(tokens, features))
+        """Return features (B, R, D) of rows (B, R), before the head's norm."""
+        x_BRD, residual = self.inputs(features, self.embed(tokens, features))
         rope = self._rope[0].to(residual.device)(residual, positions)
         for number in range(self.config.layers):
             block: Any = self.layers[str(number)] if number else self.midlayer
@@ -123,42 +126,42 @@ class PEagle(Masked, Dense, Eagle3Frame):
     # -- training -------------------------------------------------------------------------------------------------
 
     def forward(self, batch: "Batch") -> tuple[list[Tensor], None]:
-        """By depth, at the inputs that are trained there (M, D)."""
+        """Return, for each depth, the features (M, D) at the inputs that are trained there."""
         states = States(batch.hidden_BTD, batch.auxiliary_BTSD, self.needs.auxiliary)
         features_BTD, device = self.features(states.of(self.needs)), batch.tokens_BT.device
-        *laid_out, row_of = _laid_out(batch)
-        place_BR, depth_BR = (sent(numbers, device) for numbers in laid_out)
-        own_BR, guessed_BR = place_BR.clamp_min(0), depth_BR > 0
-        tokens_BR = torch.where(guessed_BR, self.mask_token_id, batch.tokens_BT.gather(1, own_BR))
-        true_BRD = features_BTD.gather(1, own_BR[..., None].expand(-1, -1, features_BTD.shape[-1]))
+        *layout, row_of = _lay_out_inputs(batch)
+        place_BR, depth_BR = (sent(numbers, device) for numbers in layout)
+        text_place_BR, guessed_BR = place_BR.clamp_min(0), depth_BR > 0
+        tokens_BR = torch.where(guessed_BR, self.mask_token_id, batch.tokens_BT.gather(1, text_place_BR))
+        true_BRD = features_BTD.gather(1, text_place_BR[..., None].expand(-1, -1, features_BTD.shape[-1]))
         masked_1D = self.features(self._masked_1SD.to(true_BRD.dtype))
         features_BRD = torch.where(guessed_BR[..., None], masked_1D, true_BRD)
         begins_BT = torch.zeros_like(batch.tokens_BT) if batch.begins_BT is None else batch.begins_BT
-        begins_BR = begins_BT.gather(1, own_BR)
-        visible = self._seen(place_BR, depth_BR, place_BR, depth_BR) & (begins_BR[..., None] == begins_BR[:, None])
+        begins_BR = begins_BT.gather(1, text_place_BR)
+        visible = self._mask(place_BR, depth_BR, place_BR, depth_BR) & (begins_BR[..., None] == begins_BR[:, None])
         mask = additive(visible, features_BRD.dtype)[:, None]
-        given = features_BRD, tokens_BR, own_BR - begins_BR + depth_BR, mask
-        again = self.recompute and torch.is_grad_enabled()
-        f_BRD = checkpoint(self._layers, *given, use_reentrant=False) if again else self._layers(*given)
+        arguments = features_BRD, tokens_BR, text_place_BR - begins_BR + depth_BR, mask
+        recomputes = self.recompute and torch.is_grad_enabled()
+        f_BRD = checkpoint(self._layers, *arguments, use_reentrant=False) if recomputes else self._layers(*arguments)
         return [f_BRD.flatten(0, 1).index_select(0, sent(rows, device)) for rows in row_of], None
 
     # -- decoding -------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def start(self, state: DraftState, inputs: RoundInput, request: DraftRequest, places: int = 1) -> DraftOutput:
-        """Consumes T verified inputs and, behind each of the last `places`, guesses; these are not kept."""
+        """Read T verified inputs and guess after each of the last `places`; the guesses are not cached."""
         count, device = len(inputs.states_TSD), inputs.states_TSD.device
         cached, further = state.drop_tree(self.config.window), request.levels - 1
         end = state.verified + count
         guessed = torch.arange(end - places, end).repeat_interleave(further)
-        place_C = torch.cat([torch.arange(state.gone, end), guessed])
+        place_C = torch.cat([torch.arange(state.dropped, end), guessed])
         depth_C = torch.cat([torch.zeros(cached + count), torch.arange(1, request.levels).repeat(places)]).long()
         place_C, depth_C = sent(torch.stack([place_C, depth_C]), device)
         place_R, depth_R = place_C[cached:], depth_C[cached:]
-        both = self.features(torch.cat([inputs.states_TSD, self._masked_1SD.to(inputs.states_TSD.dtype)]))
-        features_RD = torch.cat([both[:count], both[count:].expand(places * further, -1)])
+        both_features = self.features(torch.cat([inputs.states_TSD, self._masked_1SD.to(inputs.states_TSD.dtype)]))
+        features_RD = torch.cat([both_features[:count], both_features[count:].expand(places * further, -1)])
         tokens_R = torch.cat([sent(inputs.tokens[-count:], device), self.mask_token_id.expand(places * further)])
-        mask = additive(self._seen(place_R, depth_R, place_C, depth_C), features_RD.dtype)[None, None]
+        mask = additive(self._mask(place_R, depth_R, place_C, depth_C), features_RD.dtype)[None, None]
         f_RD = self._layers(features_RD[None], tokens_R[None], (place_R + depth_R)[None], mask, state.cache)[0]
         state.verified = end
         ahead_WSD = f_RD[count:].view(places, further, f_RD.shape[1])
@@ -166,14 +169,16 @@ class PEagle(Masked, Dense, Eagle3Frame):
         return DraftOutput(f_LWD[0], list(self.logits(f_LWD)))
 
 
-def _laid_out(batch: "Batch") -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """The inputs of a forward, on the host: each one's place among its row's T of the text (-1: padding, which no other
-    sees) and depth (B, R), the text's own first; and by depth, as numbers below B R, which are trained.
+def _lay_out_inputs(batch: "Batch") -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Lay out the inputs of a forward, on the host.
+
+    Returns each input's place among the row's T inputs of the text (B, R), -1 for padding, to which no other attends;
+    its depth (B, R), with the text's own inputs first; and, for each depth, the indices below B R that are trained.
     """
     (count, width), groups = batch.tokens_BT.shape, sorted(batch.positions)
     trained = [np.asarray(batch.positions[group].inputs) for group in groups]
     deepest_BT = np.zeros((count, width), dtype=np.int64)
-    for depth, inputs in enumerate(trained):  # rising: a guess wants those before it, trained or not
+    for depth, inputs in enumerate(trained):  # ascending: a guess needs all smaller depths, trained or not
         deepest_BT.flat[inputs] = depth
     drawn = np.arange(1, max(len(groups), 1)) <= deepest_BT[..., None]  # by depth from 1 on
     b_M, place_M, depth_M = np.nonzero(drawn)
@@ -183,7 +188,7 @@ def _laid_out(batch: "Batch") -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]
     place_BR = np.full((count, rows), -1)
     place_BR[:, :width] = np.arange(width)
     depth_BR = np.zeros((count, rows), dtype=np.int64)
-    depth_BR[:, width:] = np.arange(1, rows - width + 1)  # of padding: each its own
+    depth_BR[:, width:] = np.arange(1, rows - width + 1)  # padding: each has its own depth
     place_BR[b_M, at_M], depth_BR[b_M, at_M] = place_M, depth_M + 1
     number_of = np.full((max(len(groups), 1), count * width), -1)
     number_of[0] = (np.arange(count)[:, None] * rows + np.arange(width)).ravel()
@@ -191,22 +196,22 @@ def _laid_out(batch: "Batch") -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]
     return place_BR, depth_BR, [number_of[depth, inputs] for depth, inputs in enumerate(trained)]
 
 
-# -- what others call it -----------------------------------------------------------------------------------------------
+# -- names in other software -------------------------------------------------------------------------------------------
 
 
 def engine_config(draft: PEagle, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
-    return config_of_eagle3(draft, weights, export, {"pard_token": int(weights.pop(MASK))})
+    return eagle3_config(draft, weights, export, {"pard_token": int(weights.pop(MASK))})
 
 
-def facts(draft: PEagle, theirs: dict[str, Any], names: Mapping[str, Tensor]) -> Facts:
-    return OF_EAGLE3.facts(draft, theirs, names) | mask_fact(draft, theirs)
+def facts(draft: PEagle, config_json: dict[str, Any], tensors: Mapping[str, Tensor]) -> Facts:
+    return EAGLE3_NAMES.facts(draft, config_json, tensors) | mask_token_fact(draft, config_json)
 
 
 NAMES = replace(
-    OF_EAGLE3,
-    forms={"vllm": AUTHORS} | BY_NUMBER,
+    EAGLE3_NAMES,
+    forms={"vllm": AUTHORS_FORMAT} | NUMBERED_FORMAT,
     engine_config=engine_config,
     method={"method": "eagle3", "parallel_drafting": True},
     facts=facts,
-    keys={**OF_EAGLE3.keys, "pard_token": (), MASK: (), "speculators_model_type": ("peagle",)},
+    keys={**EAGLE3_NAMES.keys, "pard_token": (), MASK: (), "speculators_model_type": ("peagle",)},
 )

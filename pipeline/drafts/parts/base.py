@@ -1,4 +1,4 @@
-"""The settings of a draft, which a recipe and a tree read, and drafting level by level."""
+"""The base of all draft settings, which recipes and trees read, and the methods that draft level by level."""
 
 import math
 from abc import abstractmethod
@@ -30,86 +30,88 @@ STARTS = ("start", "start_differs")
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig(Settings):
-    """What every draft's settings have, beside the `kind` that names it in a recipe."""
+    """The settings that every draft has, in addition to the `kind` that names it in a recipe."""
 
     description: ClassVar[str]  # for the card: the paper and what it is
     trained: ClassVar[bool] = True
-    may_be_secondary: ClassVar[bool] = False  # it takes no forwards, and its candidates can fill another draft's tree
-    runs_the_target: ClassVar[bool] = False  # its forwards go through the target's own blocks
+    may_be_secondary: ClassVar[bool] = False  # it needs no forward pass; its candidates can fill another draft's tree
+    runs_the_target: ClassVar[bool] = False  # its forward passes run the target's own blocks
 
     # The draft whose weights training begins with: a folder, or OWNER/NAME@COMMIT of the Hub (train/start.py).
     start: str | None = None
-    start_differs: list[str] = field(default_factory=list)  # what of it may be another: "target", "template", a key
+    start_differs: list[str] = field(default_factory=list)  # what may differ there: "target", "template", a key
 
-    def cold(self) -> Self:
-        """What the draft is, whatever its training began with."""
+    def without_start(self) -> Self:
+        """Return the settings without those for the start of training."""
         return replace(self, start=None, start_differs=[])
 
     @property
     def has_experts(self) -> bool:
-        """Whether more than one expert predicts the next token."""
+        """Return whether more than one expert predicts the next token."""
         return False
 
     @property
     def vocabulary(self) -> int | None:
-        """Tokens of the draft's own vocabulary, where that is not the target's. A draft that can have one makes this a
-        key.
+        """The number of tokens of the draft's own vocabulary; None if it has the target's.
+
+        A draft that supports its own vocabulary overrides this with a recipe key.
         """
         return None
 
     def terms(self, step: int) -> list[Term]:
-        """The losses of a draft that is trained, at this optimiser step: the next token's first, penalties last."""
+        """Return the loss terms at this optimiser step: the next token's first, penalties last."""
         return []
 
     @property
-    def asks_whole_head(self) -> bool:
-        """Whether training wants the target over its whole vocabulary, though the draft's is smaller."""
+    def needs_full_head(self) -> bool:
+        """Return whether training requires the target's distribution over all tokens, though the draft has fewer."""
         return False
 
     @property
     def masks_teacher(self) -> bool:
-        """Whether training leaves out positions whose likeliest token the draft's vocabulary lacks."""
+        """Return whether training leaves out positions whose likeliest token is not in the draft's vocabulary."""
         return False
 
     @property
     def corpus(self) -> str | None:
-        """A text file that it copies from. A draft that can have one makes this a key."""
+        """The text file that the draft copies from. A draft that supports one overrides this with a recipe key."""
         return None
 
     def public(self) -> "DraftConfig":
-        """Without what is of this machine alone: for artifacts."""
+        """Return the settings for artifacts, without those that hold only on this machine."""
         return self
 
     @property
     def auxiliary(self) -> Sequence[int | str]:
-        """What it says of the target's decoder layers whose outputs it wants: numbers from 1, or "default"."""
+        """The target's decoder layers whose outputs the draft needs, as set: numbers from 1, or "default"."""
         return ()
 
     def needs(self, target_layers: int) -> Needs:
-        """What it wants of a target with so many decoder layers."""
+        """Return which hidden states the draft needs from a target with this number of decoder layers."""
         return Needs()
 
     def levels_of(self, number: int) -> int:
-        """How many levels its forward of this number in a round, from 0, can answer; 0: it makes no such forward."""
+        """Return the number of levels that a round's forward pass `number`, from 0, can predict; 0: there is none."""
         return 1
 
     def parallels(self, depth: int) -> list[int]:
-        """How many last levels of a tree of this depth may come from one forward, its own choice first; none where it
-        grows no tree so deep.
+        """Return the possible numbers of last levels of a tree of this depth that come from one forward pass.
+
+        The draft's preference is first. The list is empty if the draft cannot grow a tree of this depth.
         """
-        made = list(takewhile(self.levels_of, range(depth)))
-        return [depth - number for number in made if self.levels_of(number) >= depth - number]
+        forwards = list(takewhile(self.levels_of, range(depth)))
+        return [depth - number for number in forwards if self.levels_of(number) >= depth - number]
 
     def reach(self, tree: TreeConfig) -> int:
-        """The deepest level that its trees of these settings can have."""
+        """Return the deepest level that the draft's trees can have with these settings."""
         return tree.depth
 
     def most(self, tree: TreeConfig) -> int:
-        """Nodes, the root included, that such a tree has candidates for."""
+        """Return the number of nodes, the root included, that a tree with these settings has candidates for."""
         return tree.nodes if tree.paths else 1 + tree.top_k + tree.top_k * tree.top_k * (tree.depth - 1)
 
     def resolve(self, tree: TreeConfig) -> TreeConfig:
-        """The tree with all that it left to the draft. Raises ValueError where the draft cannot grow it."""
+        """Return the tree settings with the draft's defaults. Raises ValueError if it cannot grow such a tree."""
         if tree.nodes > self.most(tree):
             raise ValueError(
                 f"nodes={tree.nodes}, but depth {tree.depth} with top_k {tree.top_k} scores at most {self.most(tree)}"
@@ -126,18 +128,18 @@ class DraftConfig(Settings):
             )
         if tree.candidates != "plain" and not self.has_experts:
             raise ValueError(
-                f"tree.candidates={tree.candidates!r} needs several experts a token that expect the next one; this "
-                "draft has them not: use 'plain'"
+                f"tree.candidates={tree.candidates!r} needs several experts that predict each next token; this draft "
+                "has no experts; use 'plain'"
             )
         return replace(tree, parallel=parallel)
 
 
-# -- keys that several kinds have --------------------------------------------------------------------------------------
+# -- keys that several kinds share -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedConfig(DraftConfig):
-    objective: LossKind = "soft-ce"  # of classifications: cross-entropy, or the acceptance itself (losses.py)
+    objective: LossKind = "soft-ce"  # of classifications: cross-entropy, or the acceptance probability (losses.py)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,12 +172,12 @@ class DenseConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class WindowConfig(Settings):
-    window: int | None = None  # how many inputs an input sees, itself included; default: all
+    window: int | None = None  # number of inputs that an input attends to, itself included; default: all
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusedConfig(Settings):
-    """The outputs of several of the target's layers are fused."""
+    """The settings of a draft that fuses the outputs of several target layers."""
 
     auxiliary_layers: list[int] | None = None  # of the target, from 1; default: the reference's
 
@@ -186,10 +188,11 @@ class FusedConfig(Settings):
             raise ValueError(f"auxiliary_layers={layers}: expected different layers, from 1, in rising order")
 
     def reference_layers(self, target_layers: int) -> list[int]:
+        """Return the layers that the reference implementation fuses, counted from 1."""
         raise NotImplementedError
 
     def needs(self, target_layers: int) -> Needs:
-        """Raises PipelineError for other layers than the target's."""
+        """Return the layers that are fused. Raises PipelineError for layers that the target does not have."""
         layers = self.auxiliary_layers or self.reference_layers(target_layers)
         if layers[-1] > target_layers:
             raise PipelineError(
@@ -208,7 +211,7 @@ class MaskConfig(Settings):
 
 
 class Drafting:
-    """The methods of `contract.Draft` that a round calls."""
+    """The methods of `contract.Draft` that a decoding round calls."""
 
     stepwise = True
 
@@ -219,7 +222,7 @@ class Drafting:
     def start(self, state: Any, inputs: RoundInput, request: DraftRequest, places: int = 1) -> DraftOutput: ...
 
     def step(self, state: Any, frontier: Frontier, request: DraftRequest) -> DraftOutput:
-        raise AssertionError("a draft whose settings say that there is a second forward has a `step` of its own")
+        raise AssertionError("a draft whose `levels_of` allows a second forward pass has to override `step`")
 
     def propose(
         self: Any, state: Any, inputs: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = untimed
@@ -230,5 +233,5 @@ class Drafting:
         return best_pool(self, state, inputs, tree, count, timer)
 
     def accept_probability(self, depth: int, score: float) -> float:
-        """Its own probability of the path: the score is that one's logarithm."""
+        """Return the draft's own probability of the path, whose logarithm is the score."""
         return math.exp(min(score, 0.0))

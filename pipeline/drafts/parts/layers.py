@@ -23,13 +23,13 @@ SHAPE_FIELDS = (
 )
 
 
-ROPES = ("default", "linear", "llama3", "yarn")  # whose angles are a function of the position alone
+ROPES = ("default", "linear", "llama3", "yarn")  # kinds whose angles depend only on the position
 
 
 def shapes_of(target: Any) -> dict[str, Any]:
-    """What a draft's layer takes from its target's configuration (GQA, RoPE with its scaling, widths).
+    """Return the shapes that a draft's layer copies from its target's configuration (GQA, RoPE scaling, widths).
 
-    Where layers differ, from a full-attention one: a draft's layer sees all that came before.
+    If layers differ, a full-attention layer is used: a draft's layer attends to all earlier tokens.
     """
     kinds = getattr(target, "layer_types", None) or [FULL]
     layer = target.per_layer_config[kinds.index(FULL) if FULL in kinds else 0]
@@ -37,15 +37,16 @@ def shapes_of(target: Any) -> dict[str, Any]:
     shapes["num_key_value_heads"] = shapes["num_key_value_heads"] or shapes["num_attention_heads"]
     shapes["head_dim"] = shapes["head_dim"] or shapes["hidden_size"] // shapes["num_attention_heads"]
     shapes["rms_norm_eps"] = shapes["rms_norm_eps"] or 1e-6
-    shapes["rope_parameters"] = rope_of(shapes["rope_parameters"])
+    shapes["rope_parameters"] = draft_rope(shapes["rope_parameters"])
     shapes["target_layers"] = target.num_hidden_layers
     return shapes
 
 
-def rope_of(target: dict[str, Any] | None) -> dict[str, Any]:
-    """A draft's RoPE: its target's base and scaling, over whole heads also where the target turns a part of them.
+def draft_rope(target: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a draft's RoPE: its target's base and scaling, over whole heads even if the target rotates a part of them.
 
-    Scalings that change with the longest position of a forward leave the base only: a tree has several positions.
+    For a scaling that depends on the longest position of a forward, only the base is kept: nodes of a tree share
+    positions.
     """
     rope = dict(target or {})
     if isinstance(rope.get(FULL), dict):  # by layer kind
@@ -59,8 +60,8 @@ def rope_of(target: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def layer_config(shapes: dict[str, Any]) -> LlamaConfig:
-    own = {field: shapes[field] for field in SHAPE_FIELDS}
-    config = LlamaConfig(**own, num_hidden_layers=1, attention_bias=False, mlp_bias=False)
+    fields = {field: shapes[field] for field in SHAPE_FIELDS}
+    config = LlamaConfig(**fields, num_hidden_layers=1, attention_bias=False, mlp_bias=False)
     config._attn_implementation = GROUPED
     return config
 
@@ -70,8 +71,8 @@ def swiglu(config: LlamaConfig, width: int) -> LlamaMLP:
 
 
 class AttentionBlock(nn.Module):
-    """Attention and the norm that precedes the MLP; `parts` follow by their names. The attention takes `inputs`
-    features; with `qk_norm`, it norms each head's queries and keys.
+    """Attention, the norm before the MLP, and the modules `parts` by name. The attention takes `inputs` features; with
+    `qk_norm`, each head's queries and keys are normalised.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class AttentionBlock(nn.Module):
         number: int = 0,
         qk_norm: bool = False,
     ):
-        """`number`: of the layer, in the cache."""
+        """Build the block. `number`: index of the layer in the cache."""
         super().__init__()
         attention: Any = Qwen3Attention if qk_norm else LlamaAttention
         self.self_attn = attention(config, layer_idx=number)
@@ -102,7 +103,7 @@ class AttentionBlock(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """``r(x) + SiLU(W x + b)``; r is a map where the width changes, and x itself where it does not. W begins at 0."""
+    """A residual block ``r(x) + SiLU(W x + b)``. r is linear if the width changes, else the identity. W starts at 0."""
 
     def __init__(self, inputs: int, width: int):
         super().__init__()
@@ -122,8 +123,9 @@ def rotary(config: LlamaConfig) -> LlamaRotaryEmbedding:
 
 
 def initialise(module: nn.Module, generator: torch.Generator, std: float = 0.02) -> None:
-    """Normal(0, std) for every matrix but a residual block's, zero for that one and for biases; norms stay at one.
-    Depends on the generator alone.
+    """Initialise matrices with Normal(0, std), residual blocks' matrices and biases with 0; norms stay at 1.
+
+    The result depends only on the generator.
     """
     for name, parameter in module.named_parameters():
         if parameter.ndim >= 2:

@@ -1,4 +1,4 @@
-"""The weights of a draft: `DraftModule`, which knows nothing of trees, losses or files; `TrainedDraft` drafts, too."""
+"""The weights of a draft: `DraftModule`, independent of trees, losses and files; and `TrainedDraft`, which drafts."""
 
 from abc import abstractmethod
 from dataclasses import replace
@@ -17,40 +17,43 @@ from pipeline.lm.states import Needs
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
 
-NEVER = -1e4  # a logit whose probability is 0, and finite in every dtype
+MASKED_LOGIT = -1e4  # a logit whose probability is 0, and finite in every dtype
 
 
 class DraftModule(nn.Module):
-    """A draft's weights and forward. Embedding and head are the target's, frozen, shared by reference and never in the
-    state dict; a head of its own is.
+    """A draft's weights and forward pass.
+
+    Embedding and head are the target's: frozen, shared by reference, and never in the state dict. The draft's own
+    head, if it has one, is in the state dict.
     """
 
     def __init__(self, config: Any, shapes: dict[str, Any]):
         super().__init__()
         self.config, self.shapes = config, shapes
-        self.name: str = config.kind  # what messages call it; who loads it from a run's folder gives it that name
+        # For messages; replaced by the recipe's name for drafts loaded from a run's folder.
+        self.name: str = config.kind
         self.needs: Needs = config.needs(shapes["target_layers"])
         self.target_vocabulary: int = shapes["vocab_size"]
-        self.recompute = False  # activations in the backward, instead of keeping them
-        # A list keeps them out of the module tree: the target's own are neither trained nor saved.
+        self.recompute = False  # recompute activations in the backward instead of keeping them
+        # In a list, so outside of the module tree: the target's weights are neither trained nor saved.
         self._embed_head: list[EmbeddingAndHead] = []
         vocabulary = config.vocabulary
         if vocabulary and vocabulary > self.target_vocabulary:
             raise PipelineError(f"vocabulary={vocabulary} is more than the target's {self.target_vocabulary} tokens")
-        self._guessed = self.vocabulary_size  # the first so many of its vocabulary: the tokenizer has no others
+        self._guessed = self.vocabulary_size  # number of first tokens that the tokenizer has
         ids_U = torch.zeros(vocabulary, dtype=torch.long) if vocabulary else None
         self.register_buffer("draft_token_ids", ids_U)
 
     @abstractmethod
     def forward(self, batch: "Batch") -> tuple[list[Tensor], Any]:
-        """For training: its features, in the order of its objective's terms; and what penalties are formed from.
+        """Return features for training, in the order of the objective's terms, and the inputs of penalty terms.
 
-        A feature is (B, T, D), at every input, or (M, D), at the M positions of its term's group alone.
+        A feature is (B, T, D), at every input, or (M, D), only at the M positions of its term's group.
         """
 
     @property
     def own_heads(self) -> list[OwnHead]:
-        """Its own LM heads, where it has some: `Term.head` says which is a term's."""
+        """The draft's own LM heads, if it has any: `Term.head` is an index into them."""
         return []
 
     @property
@@ -59,15 +62,15 @@ class DraftModule(nn.Module):
 
     @property
     def borrowed(self) -> list[str]:
-        """Which of the target's parts it uses."""
+        """The parts of the target that the draft uses: "embedding", "head", "blocks"."""
         return ["embedding"] if self.own_heads else ["embedding", "head"]
 
-    def behind_attention(self) -> dict[str, Any]:
-        """What engines' config.json says of what follows its attention, where that is no Llama's MLP."""
+    def mlp_config(self) -> dict[str, Any]:
+        """Return keys of an engine's config.json for the layers after the attention, if they are not a Llama MLP."""
         return {}
 
-    def normed(self, features: Tensor) -> Tensor:
-        """What an own head takes."""
+    def head_input(self, features: Tensor) -> Tensor:
+        """Return the input of the draft's own head."""
         return features
 
     @property
@@ -80,12 +83,12 @@ class DraftModule(nn.Module):
 
     @property
     def teacher_vocabulary(self) -> int:
-        """Tokens of the target's head that its teacher takes in training."""
-        return self.target_vocabulary if self.config.asks_whole_head else self.vocabulary_size
+        """The number of tokens over which the teacher computes the target's distribution in training."""
+        return self.target_vocabulary if self.config.needs_full_head else self.vocabulary_size
 
     @property
     def training_forwards(self) -> int:
-        """How many forwards of the draft a training batch takes."""
+        """The number of forward passes of the draft for one training batch."""
         return 1
 
     @property
@@ -100,49 +103,51 @@ class DraftModule(nn.Module):
         initialise(self, torch.Generator().manual_seed(seed))
 
     def packable(self) -> list[nn.Module]:
-        """What decodes."""
+        """Return the modules whose linear layers decoding may pack."""
         return [self, self.embed_head.head]
 
     def prepare(self) -> None:
-        """Builds what decoding needs beside the weights; after `bind`, before linear layers are packed."""
+        """Build what decoding needs in addition to the weights; after `bind`, before linear layers are packed."""
 
     def start_from_target(self, texts: list[list[int]]) -> None:
-        """Initialises what is copied from the target (Medusa's and Hydra's heads) or fitted to `texts` (a skipper's
-        routers); before step 0, after `bind`.
+        """Initialise weights that are copied from the target (Medusa's and Hydra's heads) or fitted to `texts` (a
+        skipper's routers); after `bind`, before step 0.
         """
 
     def set_vocabulary(self, ids_U: Tensor) -> None:
-        """The target ids that the reduced vocabulary stands for, ascending."""
+        """Set the target ids of the reduced vocabulary, ascending."""
         assert self.token_ids_U is not None and self.token_ids_U.shape == ids_U.shape
         self.token_ids_U.copy_(ids_U)
 
     def bind(self, embed_head: EmbeddingAndHead) -> None:
-        """Gives the draft its target's embedding and head, of which it keeps the reduced vocabulary's part unless
-        training asks for all of it; after weights and vocabulary are in place.
+        """Attach the target's embedding and head; after weights and vocabulary are in place.
+
+        Only the reduced vocabulary's part of the head is kept, unless training needs all of it.
         """
         head = embed_head.head
-        if self.token_ids_U is not None and not self.config.asks_whole_head:
+        if self.token_ids_U is not None and not self.config.needs_full_head:
             head = head.restricted(self.token_ids_U)
         self._embed_head = [replace(embed_head, head=head)]
-        if (known := self.shapes.get("known_tokens")) is not None:
-            self._guessed = known if self.token_ids_U is None else int((self.token_ids_U < known).sum())
+        if (known_tokens := self.shapes.get("known_tokens")) is not None:
+            self._guessed = known_tokens if self.token_ids_U is None else int((self.token_ids_U < known_tokens).sum())
 
     def move_embed_head(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Moves the embedding and head that `bind` kept."""
+        """Move the embedding and head that `bind` attached."""
         self._embed_head = [self.embed_head.to(device, dtype)]
 
     def validation_copy(self) -> Self:
-        """Another draft of these shapes, in eval mode, that shares its target's parts and what else is not saved; its
-        tensors have no content yet.
+        """Return a second draft of these shapes in eval mode, whose tensors have no content yet.
+
+        It shares the target's parts and whatever else is not saved.
         """
         with torch.device("meta"):
-            other = type(self)(self.config, self.shapes)
-        other._embed_head, other.name, other._guessed = list(self._embed_head), self.name, self._guessed
-        self._share(other)
-        return other.eval()
+            draft_copy = type(self)(self.config, self.shapes)
+        draft_copy._embed_head, draft_copy.name, draft_copy._guessed = list(self._embed_head), self.name, self._guessed
+        self._share(draft_copy)
+        return draft_copy.eval()
 
-    def _share(self, other: Self) -> None:
-        """Gives a copy what is neither parameter nor buffer."""
+    def _share(self, draft_copy: Self) -> None:
+        """Share with a copy what is neither parameter nor buffer."""
 
     @property
     def embed_head(self) -> EmbeddingAndHead:
@@ -151,19 +156,19 @@ class DraftModule(nn.Module):
         return self._embed_head[0]
 
     def logits(self, features: Tensor, head: int = 0) -> Tensor:
-        """Over its vocabulary, to guess by."""
-        return self._known(self.head(head)(self.normed(features)))
+        """Return logits over the draft's vocabulary, for drafting."""
+        return self._mask_padding(self.head(head)(self.head_input(features)))
 
-    def _known(self, found: Tensor) -> Tensor:
-        """Logits that never guess what the target's tokenizer lacks, where its embedding is padded."""
+    def _mask_padding(self, logits: Tensor) -> Tensor:
+        """Mask, in place, the logits of tokens that the tokenizer lacks because the target's embedding is padded."""
         if self._guessed < self.vocabulary_size:
-            found[..., self._guessed :] = NEVER
-        return found
+            logits[..., self._guessed :] = MASKED_LOGIT
+        return logits
 
     def head(self, number: int) -> Any:
-        """The LM head of that number: its own, or the target's."""
+        """Return the draft's own LM head of this number, or else the target's."""
         return self.own_heads[number] if self.own_heads else self.embed_head.head
 
 
 class TrainedDraft(Drafting, DraftModule):
-    """A draft with weights, which drafts, too; what it is trained on stands apart (objective.py)."""
+    """A draft with weights and the drafting methods. Its training objective is separate (objective.py)."""

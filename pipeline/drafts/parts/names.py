@@ -1,5 +1,5 @@
-"""What others call a draft: its tensors, and what config.json says of it. Each draft's file has such a map, which
-`pipeline/serving/export.py` writes by and `pipeline/artifacts/imported.py` reads by.
+"""The names of a draft in other software: its tensors, and the keys of config.json. Each draft's file has such a map,
+which `pipeline/serving/export.py` uses for writing and `pipeline/artifacts/imported.py` for reading.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,81 +12,84 @@ from pipeline.drafts.parts.module import DraftModule
 from pipeline.lm.attention import SLIDING
 
 Facts = dict[str, tuple[Any, Any]]
-UNSAID: Any = object()  # the value of a setting that a file does not give: the recipe's is taken
+UNSAID: Any = object()  # the value of a setting that is not in a file: the recipe's value holds
 IDS = "draft_token_ids"
 WINDOW = ("sliding_window", "target_layer_count")  # of config.json
 GPT_OSS = "gpt_oss"
 
-# Keys that name the target's layers, counted from 0: two by those whose input is taken, one by those whose output is.
+# Keys that name the target's layers, counted from 0: two name layers whose input is used, one layers whose output is.
 AUXILIARY, INPUTS, OUTPUTS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids"
 LAYER_KEYS = (AUXILIARY, INPUTS, OUTPUTS)
 
-WHOLE = {"vocabulary": "vLLM wants the target's whole one there; train so"}
+NO_OWN_VOCABULARY = {"vocabulary": "vLLM requires the target's full vocabulary here; train without `vocabulary`"}
 
 
 @dataclass(frozen=True)
 class Form:
-    """A draft as an engine, or its authors' code, has it."""
+    """The format of a draft in an engine, or in its authors' code."""
 
     tensors: Callable[[str, Any], str] = lambda name, config: name  # our name, and the draft's settings -> their name
-    architecture: str = ""  # of an engine's; other forms are only read
-    # Settings that it has at our default alone -> what to do about another value; empty: an export to vLLM.
+    architecture: str = ""  # set for engines; other formats are only read
+    # Settings that it supports only at their default -> advice about other values; empty: advises an export to vLLM.
     lacks: Mapping[str, str] = field(default_factory=dict)
-    plug_in: str = ""  # what its engine needs
-    is_tried: bool = True  # where its engine is
+    plug_in: str = ""  # the plug-in that its engine requires
+    is_tried: bool = True  # False if it was not tried in an engine that was
 
 
 @dataclass(frozen=True)
 class Export:
-    """What an export is for."""
+    """The request for an export: the engine, the target and the number of guesses."""
 
     engine: str
     architecture: str
     target: str  # its Hub id
-    family: str  # its model_type, as far as that is known
+    family: str  # its model_type; empty if it is not known
     guesses: int
 
 
 @dataclass(frozen=True)
 class Names:
-    """Of one kind of draft."""
+    """The names of one kind of draft: tensors by format, and keys of config.json."""
 
-    forms: Mapping[str, Form] = field(default_factory=dict)  # an engine's under its name
-    # What config.json says of a draft with these tensors, which it may change; raises PipelineError.
+    forms: Mapping[str, Form] = field(default_factory=dict)  # by the engine's name
+    # Returns config.json for a draft with these tensors, which it may change; raises PipelineError.
     engine_config: Callable[[Any, dict[str, Tensor], Export], dict[str, Any]] = lambda draft, weights, export: {}
-    method: Mapping[str, Any] = field(default_factory=dict)  # vLLM's words for it
+    method: Mapping[str, Any] = field(default_factory=dict)  # vLLM's name for it, as keys of its speculative config
     not_exported: tuple[str, ...] = ()  # tensors of ours that no engine reads
-    is_block: bool = False  # engines guess as many tokens as it was trained to, not as many as its tree is deep
-    settings: Mapping[str, str] = field(default_factory=dict)  # our key -> theirs of config.json
-    # What their config.json, or what tensors there are, say beside: our key -> (its value or UNSAID, ours).
+    # Whether engines guess the trained number of levels, instead of the depth of its tree.
+    is_block: bool = False
+    settings: Mapping[str, str] = field(default_factory=dict)  # our key -> the key of config.json
+    # Further settings, from config.json or from the tensors' names: our key -> (the file's value or UNSAID, ours).
     facts: Callable[[Any, dict[str, Any], Mapping[str, Tensor]], Facts] = lambda draft, theirs, tensors: {}
-    # Of config.json, beside what says nothing of the computation: key -> the values that are computed; none: any.
+    # Keys of config.json that affect the computation -> the values that are supported; empty: any.
     keys: Mapping[str, tuple] = field(default_factory=dict)
-    unread: str = "$"  # a pattern of their tensors that nothing here reads
+    unread: str = "$"  # a pattern of tensors that are not read
 
     def known(self, config: Any) -> dict[str, tuple]:
         """Return `keys` with those of a window, of a draft that can have one, and of `settings`."""
         window = WINDOW if hasattr(config, "window") else ()
         return {**dict.fromkeys((*window, *self.settings.values()), ()), **self.keys}
 
-    def read_settings(self, draft: DraftModule, theirs: dict[str, Any], tensors: Mapping[str, Tensor]) -> Facts:
-        """Raises PipelineError for what leaves a setting open."""
+    def read_settings(self, draft: DraftModule, config_json: dict[str, Any], tensors: Mapping[str, Tensor]) -> Facts:
+        """Return, for each setting, the file's value and ours. Raises PipelineError if a setting is not determined."""
         config = draft.config
-        found: Facts = {ours: (theirs.get(key, UNSAID), getattr(config, ours)) for ours, key in self.settings.items()}
+        settings: Facts = {
+            our_key: (config_json.get(key, UNSAID), getattr(config, our_key)) for our_key, key in self.settings.items()
+        }
         if hasattr(config, "window"):
-            found["window"] = (theirs.get("sliding_window"), config.window)
-        return found | self.facts(draft, theirs, tensors)
+            settings["window"] = (config_json.get("sliding_window"), config.window)
+        return settings | self.facts(draft, config_json, tensors)
 
-    def table(self, draft: DraftModule, theirs: Mapping[str, Tensor]) -> dict[str, str]:
-        """Return our name for each of theirs, in all forms; where two differ, in the one that has most of these."""
-        ours = list(draft.state_dict())
-        tables = [{form.tensors(name, draft.config): name for name in ours} for form in self.forms.values()]
-        tables.sort(key=lambda table: len(table.keys() & theirs.keys()))
-        return {name: mine for table in tables for name, mine in table.items()}
+    def table(self, draft: DraftModule, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Return our name for each name, in all formats; if two disagree, the one with most of `tensors` wins."""
+        our_names = list(draft.state_dict())
+        tables = [{form.tensors(name, draft.config): name for name in our_names} for form in self.forms.values()]
+        tables.sort(key=lambda table: len(table.keys() & tensors.keys()))
+        return {name: our_name for table in tables for name, our_name in table.items()}
 
 
-def llama_of(draft: DraftModule, weights: dict[str, Tensor]) -> dict[str, Any]:
-    """Its layers as transformers writes a config, and as it wrote one before 5.0."""
+def llama_config(draft: DraftModule, weights: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the config of its layers as transformers writes it, with the keys it wrote before 5.0."""
     shapes, config = draft.shapes, draft.config
     rope, layers = dict(shapes["rope_parameters"]), getattr(config, "layers", 1)
     theta, kind = rope.get("rope_theta", 10000.0), rope.get("rope_type", "default")
@@ -112,4 +115,4 @@ def llama_of(draft: DraftModule, weights: dict[str, Tensor]) -> dict[str, Any]:
         "torch_dtype": str(next(filter(Tensor.is_floating_point, weights.values())).dtype).removeprefix("torch."),
     }
     slides = {"layer_types": [SLIDING] * layers, "sliding_window": config.window, "use_sliding_window": True}
-    return llama | draft.behind_attention() | (slides if config.window else {})
+    return llama | draft.mlp_config() | (slides if config.window else {})

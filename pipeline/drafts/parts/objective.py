@@ -1,11 +1,11 @@
-"""What a draft is trained on: at which positions, towards which labels, with which losses.
+"""The training objective of a draft: the trained positions, their labels and the losses.
 
-    positions(ids, mask, seed)   from the text alone, by group: known, and counted, before any state is loaded
-    terms(step)                  its losses, the next token's first; each is of one group's positions
-    loss(draft, batch)           the weighted loss of what the draft's forward says at these positions
+    positions(ids, mask, seed)   trained positions by group, from the text alone: counted before any state is loaded
+    terms(step)                  the loss terms, the next token's first; each uses the positions of one group
+    loss(draft, batch)           the weighted loss of the draft's predictions at these positions
 
-A draft that draws its positions overrides `positions` (DFlash: parallel/anchors.py; P-EAGLE: parallel/p_eagle.py).
-Nothing else asks where they come from.
+A draft that samples its positions overrides `positions` (DFlash: parallel/anchors.py; P-EAGLE: parallel/p_eagle.py).
+No other code depends on how they are chosen.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from pipeline.drafts.parts.losses import (
-    Asked,
     Labels,
     Teacher,
     Term,
+    TermBatch,
     chunk_rows,
-    of_whole_vocabulary,
-    renormalised,
-    term_sums,
+    compute_term_sums,
+    full_vocabulary_teacher,
+    renormalised_teacher,
 )
 from pipeline.features.batch import Group, Horizons, Positions, Seed
 
@@ -35,51 +35,53 @@ Sums = dict[str, dict[str, Tensor]]  # by term, then by name
 
 
 class Objective:
-    """The default: every trained input is trained towards the states at its terms' horizons."""
+    """The default objective: every trained input learns the states at the horizons of the terms."""
 
     def __init__(self, config: Any):
         self.config = config  # the draft's settings, a `DraftConfig`
 
     @property
     def groups(self) -> list[Group]:
-        """Those that `positions` returns."""
+        """The groups that `positions` returns."""
         return list(dict.fromkeys(term.group for term in self.terms(0)))
 
     def terms(self, step: int) -> list[Term]:
-        """At this optimiser step: those with labels in the order of the draft's features, then penalties."""
+        """Return the terms at this optimiser step: in the order of the draft's features, then penalties."""
         return self.config.terms(step)
 
     def positions(self, ids: np.ndarray, loss_mask: np.ndarray, seed: Seed = ()) -> dict[Group, Positions]:
+        """Return the trained positions of a text by group."""
         return Horizons(sorted(int(group) for group in self.groups)).positions(ids, loss_mask, seed)
 
-    def penalties(self, aside: Any, batch: "Batch") -> list[Tensor]:
-        """One sum over positions for each penalty term, in their order. `aside`: what the draft's forward
-        gave beside its features.
+    def penalties(self, penalty_inputs: Any, batch: "Batch") -> list[Tensor]:
+        """Return one sum over positions for each penalty term, in their order.
+
+        `penalty_inputs`: the second value that the draft's forward pass returned.
         """
         return []
 
     def warning(self, validation: dict[str, float]) -> str | None:
-        """What went wrong in training, by a validation's averages, and what to do; None where nothing did."""
+        """Return what went wrong in training and what to do, judged by validation averages; None if nothing did."""
         return None
 
     def divisor(self, term: Term, totals: dict[Group, int]) -> float:
-        """What a term's sums are divided by in the loss; `totals`: the positions of each group, of a global batch."""
+        """Return the divisor of a term's sums in the loss; `totals`: positions of each group in the global batch."""
         return max(totals[term.group], 1)
 
     def row_weights(
-        self, draft: "DraftModule", batch: "Batch", both: Sequence[tuple[Term, Tensor]]
+        self, draft: "DraftModule", batch: "Batch", term_features: Sequence[tuple[Term, Tensor]]
     ) -> Sequence[Tensor | None]:
-        """By term a weight (M) of each position's classification under hard-ce; None: 1 each."""
-        return [None] * len(both)
+        """Return, for each term, weights (M) of the positions' classification under hard-ce; None: 1 each."""
+        return [None] * len(term_features)
 
     def loss(self, draft: "DraftModule", batch: "Batch") -> tuple[Tensor, Sums]:
-        """The weighted loss, each sum over its divisor in the GLOBAL batch; and the raw sums by term."""
-        features, aside = draft(batch)
+        """Return the weighted loss, each sum over its divisor in the GLOBAL batch; and the raw sums by term."""
+        features, penalty_inputs = draft(batch)
         terms = self.terms(batch.step)
-        told = [term for term in terms if not term.is_penalty]
-        sums = self._told(draft, batch, list(zip(told, features, strict=True)))
-        rest = [term for term in terms if term.is_penalty]
-        for term, penalty in zip(rest, self.penalties(aside, batch), strict=True):
+        label_terms = [term for term in terms if not term.is_penalty]
+        sums = self._sum_label_terms(draft, batch, list(zip(label_terms, features, strict=True)))
+        penalty_terms = [term for term in terms if term.is_penalty]
+        for term, penalty in zip(penalty_terms, self.penalties(penalty_inputs, batch), strict=True):
             positions = torch.full((), len(batch.positions[term.group]), device=penalty.device)
             sums[term.name] = {"penalty": penalty, "positions": positions}
         total = torch.zeros((), device=batch.labels_BTD.device)
@@ -88,46 +90,57 @@ class Objective:
             total = total + weighted / self.divisor(term, batch.totals)
         return total, {name: {part: x.detach() for part, x in parts.items()} for name, parts in sums.items()}
 
-    def _told(self, draft: "DraftModule", batch: "Batch", both: Sequence[tuple[Term, Tensor]]) -> Sums:
+    def _sum_label_terms(
+        self, draft: "DraftModule", batch: "Batch", term_features: Sequence[tuple[Term, Tensor]]
+    ) -> Sums:
         sums: Sums = {}
         device = batch.labels_BTD.device
-        chunk = chunk_rows(max(draft.vocabulary_size * len(both), draft.teacher_vocabulary), device)
-        for number in sorted({term.head for term, _ in both}):
-            mine = [(term, feature) for term, feature in both if term.head == number]
-            rows = batch.rows(sorted({term.group for term, _ in mine}, key=str), chunk)
-            shares = self._shares([term for term, _ in mine], batch.totals)
-            weights = self.row_weights(draft, batch, mine)
-            asked = [
-                Asked(term, chosen(x, rows.inputs[term.group]), rows.among[term.group], rows.ends[term.group], share, w)
-                for (term, x), share, w in zip(mine, shares, weights, strict=True)
+        chunk = chunk_rows(max(draft.vocabulary_size * len(term_features), draft.teacher_vocabulary), device)
+        for number in sorted({term.head for term, _ in term_features}):
+            head_terms = [(term, feature) for term, feature in term_features if term.head == number]
+            rows = batch.rows(sorted({term.group for term, _ in head_terms}, key=str), chunk)
+            shares = self._shares([term for term, _ in head_terms], batch.totals)
+            weights = self.row_weights(draft, batch, head_terms)
+            batches = [
+                TermBatch(
+                    term,
+                    select_inputs(x, rows.inputs[term.group]),
+                    rows.among[term.group],
+                    rows.ends[term.group],
+                    share,
+                    w,
+                )
+                for (term, x), share, w in zip(head_terms, shares, weights, strict=True)
             ]
-            text_M = numbers_of(batch.following_BT.flatten()[rows.labels], draft.token_ids_U)
+            text_M = vocabulary_indices(batch.following_BT.flatten()[rows.labels], draft.token_ids_U)
             labels_MD = batch.labels_BTD.flatten(0, 1)[rows.labels]
             labels = Labels(labels_MD, text_M, self.teacher(draft), draft.vocabulary_size, chunk)
-            sums |= term_sums(asked, labels, draft.head(number), draft.normed if draft.own_heads else None)
+            sums |= compute_term_sums(
+                batches, labels, draft.head(number), draft.head_input if draft.own_heads else None
+            )
         return sums
 
     def _shares(self, terms: list[Term], totals: dict[Group, int]) -> list[float]:
-        """Each term's weight of the classification, times the first term's divisor, divided by its own."""
+        """Return each term's classification weight, times the first term's divisor, divided by its own divisor."""
         first = self.divisor(terms[0], totals)
         return [t.weights.get("classification", 0.0) * first / self.divisor(t, totals) for t in terms]
 
     def teacher(self, draft: "DraftModule") -> Teacher:
-        """The target's distribution over the draft's vocabulary."""
-        if not self.config.asks_whole_head:
-            return renormalised(draft.embed_head.head)
+        """Return the teacher: the target's distribution over the draft's vocabulary."""
+        if not self.config.needs_full_head:
+            return renormalised_teacher(draft.embed_head.head)
         assert draft.token_ids_U is not None
-        return of_whole_vocabulary(draft.embed_head.head, draft.token_ids_U, self.config.masks_teacher)
+        return full_vocabulary_teacher(draft.embed_head.head, draft.token_ids_U, self.config.masks_teacher)
 
 
-def chosen(feature: Tensor, inputs_M: Tensor) -> Tensor:
-    """What a draft says at some inputs: it answered at every input (B, T, D), or at these alone (M, D)."""
+def select_inputs(feature: Tensor, inputs_M: Tensor) -> Tensor:
+    """Return features (M, D) at these inputs, from features at every input (B, T, D) or already only there (M, D)."""
     return feature.flatten(0, 1).index_select(0, inputs_M) if feature.ndim == 3 else feature
 
 
-def numbers_of(tokens_M: Tensor, ids_U: Tensor | None) -> Tensor:
-    """The tokens' numbers in a vocabulary, ascending ids among the target's; -1 for one that it does not have."""
+def vocabulary_indices(tokens_M: Tensor, ids_U: Tensor | None) -> Tensor:
+    """Return the tokens' indices in a vocabulary of ascending target ids; -1 for a token that it does not have."""
     if ids_U is None:
         return tokens_M
-    found = torch.searchsorted(ids_U, tokens_M).clamp_max(len(ids_U) - 1)
-    return found.where(ids_U[found] == tokens_M, -1)
+    indices = torch.searchsorted(ids_U, tokens_M).clamp_max(len(ids_U) - 1)
+    return indices.where(ids_U[indices] == tokens_M, -1)

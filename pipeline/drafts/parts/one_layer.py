@@ -1,7 +1,7 @@
-"""Drafts of one decoder layer over the target's features: cache, forwards, training-time test.
+"""Drafts of one decoder layer over the target's features: cache, forward passes, training-time test.
 
-A frame (EAGLE's in eagle.py, EAGLE-3's in eagle3.py) makes the layer's input from features and embeddings. What follows
-the attention is the draft's own: a dense MLP (`Dense`), or experts (jakiro.py).
+A frame (EAGLE's in eagle.py, EAGLE-3's in eagle3.py) computes the layer's input from features and embeddings. Each
+draft defines what comes after the attention: a dense MLP (`Dense`), or experts (jakiro.py).
 """
 
 from abc import abstractmethod
@@ -18,7 +18,7 @@ from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
 from pipeline.drafts.parts.base import VocabularyConfig, WindowConfig
 from pipeline.drafts.parts.layers import AttentionBlock, layer_config, rotary, swiglu
-from pipeline.drafts.parts.losses import Term, named
+from pipeline.drafts.parts.losses import Term, term_names
 from pipeline.drafts.parts.module import TrainedDraft
 from pipeline.lm.attention import additive, behind
 from pipeline.lm.cache import TreeCache
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OneLayerConfig(WindowConfig, VocabularyConfig):
-    """What both frames have."""
+    """The settings of both frames."""
 
     next_weights: ClassVar[dict[str, float]]
-    ahead_weights: ClassVar[dict[str, float]]  # of the token after the next, where it is guessed
+    ahead_weights: ClassVar[dict[str, float]]  # of the token after the next, if it is predicted
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least(self.ttt_steps, "window")  # own features are in it
+        self.at_least(self.ttt_steps, "window")  # the draft's own features have to fit into it
 
     def resolve(self, tree: TreeConfig) -> TreeConfig:
         if self.window and tree.depth > self.window:
@@ -46,70 +46,77 @@ class OneLayerConfig(WindowConfig, VocabularyConfig):
 
     @property
     def ttt_steps(self) -> int:
-        """Training-time test (EAGLE-3): forwards of a training batch; from the second on, features are the draft's
-        own. A draft that has several makes this a key.
+        """Training-time test (EAGLE-3): the number of forward passes over a training batch.
+
+        From the second on, features are the draft's own. A draft with several passes overrides this with a recipe key.
         """
         return 1
 
     @property
     def levels(self) -> int:
-        """How many tokens ahead a forward predicts."""
+        """The number of tokens ahead that a forward pass predicts."""
         return 1
 
     def levels_of(self, number: int) -> int:
         return self.levels
 
     def terms(self, step: int) -> list[Term]:
-        """Of the next token, and of those further ahead."""
+        """Return the terms of the next token and of the tokens further ahead."""
         weights = [self.next_weights, *[self.ahead_weights] * (self.levels - 1)]
-        both = zip(named(1, self.levels), weights, strict=True)
-        return [Term(name, h, dict(given), self.objective) for h, (name, given) in enumerate(both, start=1)]
+        named_weights = zip(term_names(1, self.levels), weights, strict=True)
+        return [
+            Term(name, h, dict(term_weights), self.objective)
+            for h, (name, term_weights) in enumerate(named_weights, start=1)
+        ]
 
 
 @dataclass
 class DraftState:
-    """One sequence's draft cache: `verified` inputs with true features, without the first `gone` of them, then the
-    current tree's forwarded nodes.
+    """One sequence's draft cache: `verified` inputs with the target's features, without the first `dropped` of them,
+    then the forwarded nodes of the current tree.
     """
 
     cache: TreeCache = field(default_factory=TreeCache)
     verified: int = 0
-    gone: int = 0
+    dropped: int = 0
 
     def drop_tree(self, window: int | None) -> int:
-        """And inputs that no later one sees, once they are as many as the window; returns how many are cached then."""
-        cached = self.verified - self.gone
+        """Drop the tree's nodes and return how many inputs are still cached.
+
+        With a window, also drop inputs that no later input attends to, once there are as many of them as the window.
+        """
+        cached = self.verified - self.dropped
         self.cache.keep(cached)
         if window and cached > 2 * window:
             self.cache.keep(0, range(cached - window + 1, cached))
-            self.gone, cached = self.verified - window + 1, window - 1
+            self.dropped, cached = self.verified - window + 1, window - 1
         return cached
 
 
 @dataclass
 class Heads:
-    """What one forward predicts, before the LM head."""
+    """The predictions of one forward pass, before the LM head."""
 
     ahead: list[Tensor]  # features (..., D) by horizon, from 1
-    # the K kept experts' own features for horizon 1, best-routed first
+    # the features of each of the K selected experts for horizon 1, best-routed first
     experts: list[Tensor] = field(default_factory=list)
     log_weights: Tensor | None = None  # (..., K)
-    # the gate's scores (..., R), of all experts first, and the kept experts (..., K), best first
+    # the gate's scores (..., R), of all experts first, and the selected experts (..., K), best first
     routed: tuple[Tensor, Tensor] | None = None
 
 
 class OneLayer(TrainedDraft):
-    """One decoder layer. In its frame: `block`, `features` and `inputs`; in the draft: `heads`."""
+    """A draft of one decoder layer. Its frame defines `block`, `features` and `inputs`; the draft defines `heads`."""
 
     config: OneLayerConfig
 
     def __init__(self, config: Any, shapes: dict[str, Any]):
         super().__init__(config, shapes)
         self.llama = layer_config(shapes)
-        # Lists keep it out of the module tree: a cast to bf16 must not touch RoPE's frequencies.
+        # In a list, so outside of the module tree: a cast to bf16 must not change RoPE's frequencies.
         self._rope = [rotary(self.llama)]
 
-    # -- the frame's and the draft's part ------------------------------------------------------------------------
+    # -- defined by the frame and the draft -----------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -117,37 +124,37 @@ class OneLayer(TrainedDraft):
 
     @abstractmethod
     def features(self, states_TSD: Tensor) -> Tensor:
-        """The layer's own kind of feature (..., D) from the target's states (..., S, D)."""
+        """Return the layer's feature (..., D) for the target's states (..., S, D)."""
 
     @abstractmethod
     def inputs(self, features: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """What goes into the attention, and what is added to what comes out of it."""
+        """Return the input of the attention, and the residual that is added to its output."""
 
     @abstractmethod
-    def follow(self, llama: Any) -> dict[str, nn.Module]:
-        """What follows the attention, by name."""
+    def mlp_modules(self, llama: Any) -> dict[str, nn.Module]:
+        """Return the modules after the attention by name."""
 
     @abstractmethod
     def heads(self, u: Tensor) -> Heads:
-        """From the attention's output."""
+        """Return the predictions for the attention's output `u` (..., D)."""
 
     # -- shared ---------------------------------------------------------------------------------------------------
 
-    def carried(self, feature: Tensor) -> Tensor:
-        """What of a prediction is the next forward's feature."""
+    def next_feature(self, feature: Tensor) -> Tensor:
+        """Return the feature that the next forward pass takes, from a predicted one."""
         return feature
 
-    def embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
-        """Tokens as the layer takes them."""
+    def embed(self, tokens: Tensor, like: Tensor) -> Tensor:
+        """Return the tokens' embeddings, as the layer takes them."""
         return nn.functional.embedding(tokens, self.embed_head.embedding_VD).to(like.dtype)
 
-    def _share(self, other: Self) -> None:
-        other._rope = self._rope
+    def _share(self, draft_copy: Self) -> None:
+        draft_copy._rope = self._rope
 
     def _trunk(
         self, features_BTD: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Tensor | None, cache
     ) -> Tensor:
-        x, residual = self.inputs(features_BTD, self.embedded(tokens_BT, features_BTD))
+        x, residual = self.inputs(features_BTD, self.embed(tokens_BT, features_BTD))
         rope = self._rope[0].to(x.device)
         return residual + self.block.attend(x, rope(residual, positions_BT), mask, cache)
 
@@ -158,32 +165,33 @@ class OneLayer(TrainedDraft):
     # -- training -------------------------------------------------------------------------------------------------
 
     def forward(self, batch: "Batch") -> tuple[list[Tensor], Any]:
-        """Features of the next token and those ahead, then of each step on own features; and the first step's `routed`.
+        """Return features of the next token, of those further ahead, of each later step; and `routed` of the first.
 
-        In step s the feature before position i is what step s - 1 predicted for it, and the attention sees what a node
-        at depth s sees: true features up to i - s + 1, then one own feature of each step.
+        In step s, the feature before position i is the one that step s - 1 predicted for it. The attention then sees
+        the same as a tree node at depth s: the target's features up to i - s + 1, then one of the draft's own features
+        for each step.
         """
-        given = States(batch.hidden_BTD, batch.auxiliary_BTSD, self.needs.auxiliary)
-        true_BTD = self.features(given.of(self.needs))
+        states = States(batch.hidden_BTD, batch.auxiliary_BTSD, self.needs.auxiliary)
+        true_BTD = self.features(states.of(self.needs))
         first, keys_values = self._ttt_step(1, batch, true_BTD, ())
-        heads, found = first, [*first.ahead, *self.further(first, batch)]
+        heads, features = first, [*first.ahead, *self.later_features(first, batch)]
         for number in range(2, self.config.ttt_steps + 1):
-            before_BTD = torch.cat([true_BTD[:, :1], self.carried(heads.ahead[0])[:, :-1]], dim=1)
-            if batch.begins_BT is not None:  # before the first input of each dialogue stands its true feature
+            before_BTD = torch.cat([true_BTD[:, :1], self.next_feature(heads.ahead[0])[:, :-1]], dim=1)
+            if batch.begins_BT is not None:  # the first input of each dialogue keeps the target's feature
                 begins = batch.begins_BT == torch.arange(batch.begins_BT.shape[1], device=before_BTD.device)
                 before_BTD = torch.where(begins[:, :, None], true_BTD, before_BTD)
             heads, keys_values = self._ttt_step(number, batch, before_BTD, keys_values)
-            found.append(heads.ahead[0])
-        return found, first.routed
+            features.append(heads.ahead[0])
+        return features, first.routed
 
-    def further(self, heads: Heads, batch: "Batch") -> list[Tensor]:
-        """More features of the first step."""
+    def later_features(self, heads: Heads, batch: "Batch") -> list[Tensor]:
+        """Return further features of the first step."""
         return []
 
     def _ttt_step(
         self, number: int, batch: "Batch", before_BTD: Tensor, keys_values: tuple[Tensor, ...]
     ) -> tuple[Heads, tuple[Tensor, ...]]:
-        """Step `number` on the features `before_BTD`: its heads, keys and values of all steps so far."""
+        """Run step `number` on the features `before_BTD`; return its heads, and keys and values of all steps so far."""
         tokens_BT, begins_BT = batch.tokens_BT, batch.begins_BT
         places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         mask = None
@@ -191,7 +199,7 @@ class OneLayer(TrainedDraft):
             mask = additive(ttt_visible(number, places, begins_BT, self.config.window), before_BTD.dtype)[:, None]
 
         def run(before_BTD: Tensor, *keys_values: Tensor) -> tuple[Heads, tuple[Tensor, ...]]:
-            cache = DynamicCache() if self.config.ttt_steps > 1 else None  # a new one: it may run twice
+            cache = DynamicCache() if self.config.ttt_steps > 1 else None  # a new cache: `run` may run twice
             if cache is not None and keys_values:
                 cache.update(keys_values[0], keys_values[1], 0)
             positions = places[None] if begins_BT is None else places - begins_BT
@@ -209,23 +217,23 @@ class OneLayer(TrainedDraft):
         return DraftState()
 
     def _output(self, u_WD: Tensor, request: DraftRequest) -> DraftOutput:
-        """One call of the head for all that the tree wants of this forward."""
+        """Compute all logits that the tree requests of this forward pass in one call of the head."""
         heads = self.heads(u_WD)
         features, experts = heads.ahead[: request.levels], heads.experts if request.experts else []
         several = len(features) + len(experts) > 1
         logits = self.logits(torch.stack([*features, *experts])) if several else self.logits(features[0])[None]
-        own = logits[len(features) :].transpose(0, 1) if experts else None
+        expert_logits = logits[len(features) :].transpose(0, 1) if experts else None
         weights = heads.log_weights if experts else None
-        return DraftOutput(self.carried(heads.ahead[0]), list(logits[: len(features)]), own, weights)
+        return DraftOutput(self.next_feature(heads.ahead[0]), list(logits[: len(features)]), expert_logits, weights)
 
     @torch.inference_mode()
     def start(self, state: DraftState, inputs: RoundInput, request: DraftRequest, places: int = 1) -> DraftOutput:
-        """Drops the last tree from the cache, consumes T verified inputs (f_i, t_{i+1})."""
+        """Drop the last tree from the cache and read T verified inputs (f_i, t_{i+1})."""
         past, count, device = state.verified, len(inputs.states_TSD), inputs.states_TSD.device
         cached, features_TD, mask = state.drop_tree(self.config.window), self.features(inputs.states_TSD), None
         if (past and count > 1) or self.config.window:
-            earlier = behind(cached, count, device, self.config.window)
-            mask = additive(earlier, features_TD.dtype)[None, None]
+            visible = behind(cached, count, device, self.config.window)
+            mask = additive(visible, features_TD.dtype)[None, None]
         positions = torch.arange(past, past + count, device=device)[None]
         tokens_T = sent(inputs.tokens[-count:], device)
         u = self._trunk(features_TD[None], tokens_T[None], positions, mask, state.cache)
@@ -234,14 +242,14 @@ class OneLayer(TrainedDraft):
 
     @torch.inference_mode()
     def step(self, state: DraftState, frontier: Frontier, request: DraftRequest) -> DraftOutput:
-        """One forward for the frontier's W nodes; each sees its verified prefix, its ancestors and itself."""
+        """Run a forward pass over the frontier's W nodes; each attends to its prefix, its ancestors and itself."""
         device, prefix_W = frontier.carry_WD.device, frontier.prefix_W
         if prefix_W is None:
             prefix_W = torch.full((len(frontier.tokens_W),), state.verified, device=device)
-        places = torch.arange(state.gone, state.verified, device=device)
+        places = torch.arange(state.dropped, state.verified, device=device)
         positions = (prefix_W + (frontier.depth - 1))[None]
         prefix = places < prefix_W[:, None]
-        if self.config.window:  # the tree itself is less deep
+        if self.config.window:  # the tree is less deep than the window
             prefix &= places > positions.T - self.config.window
         mask = additive(torch.cat([prefix, frontier.visible_WC], dim=1), frontier.carry_WD.dtype)[None, None]
         u = self._trunk(frontier.carry_WD[None], frontier.tokens_W[None], positions, mask, state.cache)
@@ -249,9 +257,9 @@ class OneLayer(TrainedDraft):
 
 
 class Dense(OneLayer):
-    """A SwiGLU behind the attention."""
+    """A draft with a SwiGLU after the attention."""
 
-    def follow(self, llama: Any) -> dict[str, nn.Module]:
+    def mlp_modules(self, llama: Any) -> dict[str, nn.Module]:
         width = self.config.mlp_width or llama.intermediate_size  # type: ignore[attr-defined]
         return {"mlp": swiglu(llama, width)}
 
@@ -261,15 +269,17 @@ class Dense(OneLayer):
 
 
 def ttt_visible(number: int, places_T: Tensor, begins_BT: Tensor | None, window: int | None = None) -> Tensor:
-    """Bool (B or 1, T, number * T): what position i sees in step `number`, over the keys of all steps so far; of its
-    own dialogue only, where `begins_BT` says that a row holds several, and of the last `window` positions only.
+    """Return the attention mask of step `number`, bool (B or 1, T, number * T), over the keys of all steps so far.
+
+    A position attends only to its own dialogue, if `begins_BT` is given because rows hold several dialogues, and only
+    to the last `window` positions.
     """
-    behind = places_T[:, None] - places_T[None, :]  # i - j
-    true = behind >= number - 1
+    distance = places_T[:, None] - places_T[None, :]  # i - j
+    true = distance >= number - 1
     if window:
-        true &= behind < window
-    sees = torch.cat([true, *(behind == number - earlier for earlier in range(2, number + 1))], dim=1)[None]
+        true &= distance < window
+    visible = torch.cat([true, *(distance == number - earlier for earlier in range(2, number + 1))], dim=1)[None]
     if begins_BT is None:
-        return sees
-    same = begins_BT[:, :, None] == begins_BT[:, None, :]
-    return sees & same.repeat(1, 1, number)
+        return visible
+    same_dialogue = begins_BT[:, :, None] == begins_BT[:, None, :]
+    return visible & same_dialogue.repeat(1, 1, number)

@@ -1,4 +1,4 @@
-"""A draft that reads the text alone, with a language model's layers and a cache of its own."""
+"""A draft that reads only the text, with the layers of a language model and its own cache."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,19 +14,19 @@ from pipeline.lm.cache import TreeCache
 
 @dataclass
 class TextState:
-    """One sequence's cache: `read` tokens of the text, then the current tree's forwarded nodes."""
+    """One sequence's cache: `read` tokens of the text, then the forwarded nodes of the current tree."""
 
     cache: TreeCache = field(default_factory=TreeCache)
     read: int = 0
 
 
-class ReadsText:
-    """`start` and `step`, from `_read` and `_output`."""
+class TextDrafting:
+    """The methods `start` and `step`, built from `_read` and `_output`."""
 
-    skipped = 0  # tokens at a text's beginning that it does not see
+    skipped = 0  # tokens at the beginning of a text that it does not read
 
     def _read(self, tokens_N: Tensor, cache: Any, positions_N: Tensor | None, mask_NC: Tensor | None) -> Tensor:
-        """Appends tokens to the cache: their final states. What is None is as for `Verifier.forward`."""
+        """Append tokens to the cache and return their final states. None means the same as for `Verifier.forward`."""
         raise NotImplementedError
 
     def _output(self, hidden_WD: Tensor) -> DraftOutput:
@@ -37,7 +37,7 @@ class ReadsText:
 
     @torch.inference_mode()
     def start(self, state: TextState, inputs: RoundInput, request: DraftRequest, places: int = 1) -> DraftOutput:
-        """Reads what is new of the text, its last token included."""
+        """Read the new tokens of the text, the last one included."""
         past, device = state.read, inputs.states_TSD.device
         tokens = inputs.tokens[self.skipped + past :]
         state.cache.keep(past)
@@ -51,7 +51,7 @@ class ReadsText:
     @torch.inference_mode()
     def step(self, state: TextState, frontier: Frontier, request: DraftRequest) -> DraftOutput:
         prefix_W = frontier.prefix_W
-        # It counts inputs, each a token with the state before it: there is none before t_0.
+        # prefix_W counts inputs, each a token with the state before it; there is no state before t_0.
         prefix_W = torch.full_like(frontier.tokens_W, state.read) if prefix_W is None else prefix_W + 1 - self.skipped
         prefix = torch.arange(state.read, device=prefix_W.device) < prefix_W[:, None]
         mask, positions_W = torch.cat([prefix, frontier.visible_WC], dim=1), prefix_W + (frontier.depth - 1)
