@@ -46,7 +46,7 @@ WORDS = {
 
 
 UNKNOWN_KEY = "unknown_"  # prefix of the reason for an unknown key of a turn; the key follows
-_KEY_WORDS = "a turn has an unknown key of this name, which may select what is trained"
+_KEY_WORDS = "a turn's key of this name may select what is trained, in a way that is not known"
 
 
 def _description(reason: str) -> str | None:

@@ -131,7 +131,7 @@ class EngineProcess:
         return self._folder / Path(message["file"]).name if message.get("file") else None
 
     def close(self) -> None:
-        """End the child by closing its standard input, and remove its files; after PATIENCE seconds it is killed."""
+        """End the child: close its standard input, kill it after EXIT_TIMEOUT seconds, and remove its files."""
         assert self._child.stdin is not None
         # Closing blocks while another thread writes to a child that does not read.
         killing = threading.Timer(EXIT_TIMEOUT, self._kill)
