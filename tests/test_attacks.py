@@ -1,4 +1,4 @@
-"""What files of somebody else may do: each test is an attack, and what docs/trust.md promises does not give way."""
+"""Attacks by files from somebody else: each test is an attack against a promise of docs/trust.md."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ ADDRESS = "stranger/draft"
 
 @pytest.fixture
 def trap(tiny_target, tmp_path, monkeypatch) -> Iterator[Path]:
-    """A model whose code writes `trap/ran`, if anybody runs it."""
+    """A model whose code writes `trap/ran` if it is run."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     folder = tmp_path / "trap"
@@ -66,7 +66,7 @@ def ran(trap: Path) -> bool:
 
 
 def test_the_trap_works(trap):
-    """Whoever trusts its code runs it; else nobody could tell that the others do not."""
+    """The trap works: with trust_remote_code its code runs, so the other tests can notice that it does not."""
     with pytest.raises(PipelineError):
         identify(TargetConfig(model=str(trap)))
     assert not ran(trap)
@@ -77,9 +77,9 @@ def test_the_trap_works(trap):
 @pytest.fixture
 def release(tiny_target, loaded_target, embed_head, tmp_path) -> Path:
     """A draft with random weights, as a stranger released it."""
-    theirs = recipe_tree(tiny_target, tmp_path / "data.json", tmp_path / "theirs")
-    theirs["draft"] = {"jakiro": theirs["draft"]["jakiro"]}
-    recipe = Recipe.model_validate(theirs)
+    tree = recipe_tree(tiny_target, tmp_path / "data.json", tmp_path / "theirs")
+    tree["draft"] = {"jakiro": tree["draft"]["jakiro"]}
+    recipe = Recipe.model_validate(tree)
     draft = make_draft(loaded_target, embed_head, recipe.draft["jakiro"])
     facts = {"parameters": 5, "trained_tokens": 7, "validation": {"estimated_tau": 1.5}}
     method = Method(draft="jakiro", tree=TreeConfig(depth=2, top_k=2, nodes=5))
@@ -90,7 +90,7 @@ def release(tiny_target, loaded_target, embed_head, tmp_path) -> Path:
 
 @pytest.fixture
 def publish(release, tmp_path, monkeypatch) -> Iterator[Callable[[], Hub]]:
-    """Puts the release on a Hub, as it is then."""
+    """Publish the release in its current state on a Hub."""
     monkeypatch.chdir(tmp_path)
     with Hub(exists=True) as hub, reached(monkeypatch, hub, HF_HUB_CACHE=str(tmp_path / "hub")):
 
@@ -133,7 +133,7 @@ def test_whoever_looks_at_a_run_fetches_nothing_of_its_target(tiny_target, publi
 
 @pytest.mark.real
 def test_a_release_runs_no_code_by_one_more_secondary_draft(release, publish, trap, tiny_target, capsys):
-    """The victim types the command and nothing else."""
+    """The victim runs only the command."""
     evil = {"kind": "small-model", "model": str(trap), "trust_remote_code": True}
     change_sealed(release / "config.json", lambda raw: raw.update(secondary={"x": evil}))
     publish()
@@ -186,23 +186,25 @@ def test_nothing_of_a_releases_recipe_becomes_a_setting_but_what_is_asked_for(re
 def test_a_releases_benchmark_names_no_file_and_no_address(release, publish):
     sources = ["/etc/passwd", "embedded:../../x", "benchmark:x", "https://evil/x", "heldout"]
     evil = {"prompts": 3, "path": "/etc/passwd", "revision": "evil"}
-    theirs = {f"theirs-{n}": evil | {"source": source} for n, source in enumerate(sources)}
+    foreign = {f"theirs-{n}": evil | {"source": source} for n, source in enumerate(sources)}
     math = {"math": evil | {"source": "benchmark:gsm8k"}}  # which every machine fetches
-    left_out = f"not measured, for their prompts are its makers': {', '.join(theirs)}"
-    known = {"math": {"source": "benchmark:gsm8k", "prompts": 3}}
+    left_out = f"not measured, for their prompts are its makers': {', '.join(foreign)}"
+    gsm8k = {"math": {"source": "benchmark:gsm8k", "prompts": 3}}
     for benchmarks, expected, notes in (
-        (theirs | math, known, [left_out]),
-        (theirs, DEFAULT, [left_out, "measured instead: humaneval"]),
+        (foreign | math, gsm8k, [left_out]),
+        (foreign, DEFAULT, [left_out, "measured instead: humaneval"]),
     ):
-        change_sealed(release / "recipe.json", lambda raw, given=benchmarks: raw["eval"].update(benchmarks=given))
+        change_sealed(
+            release / "recipe.json", lambda raw, arguments=benchmarks: raw["eval"].update(benchmarks=arguments)
+        )
         publish()
         shutil.rmtree(constants.HF_HUB_CACHE, ignore_errors=True)
-        path, said = recipe_of(ADDRESS, ["target.model=me/target"])
-        assert json.loads(path.read_text())["eval"]["benchmarks"] == expected and said[1:] == notes
+        path, message = recipe_of(ADDRESS, ["target.model=me/target"])
+        assert json.loads(path.read_text())["eval"]["benchmarks"] == expected and message[1:] == notes
 
 
 @pytest.mark.parametrize(
-    ("section", "values", "said"),
+    ("section", "values", "message"),
     [
         ("eval", {"temperatures": [0.0] * 999}, "eval.temperatures"),
         ("eval", {"temperatures": ["0"]}, "eval.temperatures.0"),
@@ -214,10 +216,12 @@ def test_a_releases_benchmark_names_no_file_and_no_address(release, publish):
         ("publish", {"license": "# Owned\n<script>"}, "publish.license"),
     ],
 )
-def test_what_is_asked_for_has_its_type_and_bounds(release, publish, section, values, said):
+def test_what_is_asked_for_has_its_type_and_bounds(release, publish, section, values, message):
     change_sealed(release / "recipe.json", poison(section, values))
     publish()
-    with pytest.raises(PipelineError, match=f"{ADDRESS}: recipe.json: {said}.* is not a value that a release may have"):
+    with pytest.raises(
+        PipelineError, match=f"{ADDRESS}: recipe.json: {message}.* is not a value that a release may have"
+    ):
         recipe_of(ADDRESS, ["target.model=me/target"])
 
 
@@ -244,7 +248,7 @@ def test_a_releases_target_is_no_path(release, publish, model):
     ],
 )
 def test_settings_of_more_modules_than_the_file_has_tensors_take_no_time(release, tiny_target, draft, monkeypatch):
-    """Nothing of them is built, not even without its tensors."""
+    """No module is built, not even without its tensors."""
     change_sealed(release / "config.json", lambda raw: raw.update(draft=draft))
     change_sealed(release / "config.json", lambda raw: raw["method"].update(tree={"depth": 1, "top_k": 1, "nodes": 2}))
     monkeypatch.setattr(checkpoint, "build", None)
@@ -270,8 +274,8 @@ def test_names_in_foreign_files_move_no_cursor(release, tmp_path, capsys):
     for command in (lambda: checkpoint.read_config(release), lambda: print_import(tmp_path)):
         with pytest.raises(SystemExit):
             entry.run(command)
-    said = capsys.readouterr()
-    assert "\x1b" not in said.out + said.err and "\\x1b[2J" in said.err
+    message = capsys.readouterr()
+    assert "\x1b" not in message.out + message.err and "\\x1b[2J" in message.err
 
 
 def print_import(folder: Path) -> None:
@@ -298,7 +302,7 @@ def test_load_takes_no_setting_of_a_releases_recipe_but_the_targets_name_and_how
 
 
 def test_a_start_of_somebody_else_gives_weights_and_nothing_else(release, tiny_target, embed_head, tmp_path, trap):
-    """Its recipe is not read; what its config.json says besides has no effect."""
+    """Its recipe is not read; other keys of its config.json have no effect."""
     (release / "recipe.json").write_text("{")
     evil = {"kind": "small-model", "model": str(trap), "trust_remote_code": True}
     change_sealed(release / "config.json", lambda raw: raw.update(secondary={"x": evil}, evil=evil))
@@ -371,7 +375,7 @@ def test_one_letter_of_a_releases_template_is_seen(release, tiny_target):
 @pytest.mark.real
 @pytest.mark.parametrize("name", ["recipe.json", "own-recipe.json"])
 def test_a_folder_of_features_supplies_no_recipe(trap, tmp_path, monkeypatch, name, capsys):
-    """The stranger's folder is whole, and its recipe names a target with code."""
+    """The stranger's folder is complete, and its recipe names a target with code."""
     monkeypatch.chdir(tmp_path)
     tree = recipe_tree(Path("trap"), write_sharegpt(Path("data.json")), Path("theirs"))
     tree["target"]["trust_remote_code"] = True
@@ -396,17 +400,17 @@ def test_a_folder_of_features_supplies_no_recipe(trap, tmp_path, monkeypatch, na
 
 def test_a_recipe_of_this_user_is_of_its_own_folder_and_key(tiny_recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("JAKIRO_CACHE", str(tmp_path / "another-users"))
-    mine, other, key = tmp_path / "mine", tmp_path / "other", tmp_path / "cache/machine-key"
-    for folder in (mine, other):
+    own_folder, second_folder, key = tmp_path / "mine", tmp_path / "other", tmp_path / "cache/machine-key"
+    for folder in (own_folder, second_folder):
         folder.mkdir()
-    write_own_recipe(other, tiny_recipe)
+    write_own_recipe(second_folder, tiny_recipe)
     monkeypatch.setenv("JAKIRO_CACHE", str(key.parent))
-    write_own_recipe(mine, tiny_recipe)
+    write_own_recipe(own_folder, tiny_recipe)
     assert key.stat().st_mode & 0o777 == 0o600 and len(key.read_bytes()) == 32
-    assert own_recipe(mine, []) == tiny_recipe and own_recipe(other, []) is None
-    shutil.copy(mine / "own-recipe.json", other)
-    assert own_recipe(other, []) is None  # a copied folder
-    path = mine / "own-recipe.json"
+    assert own_recipe(own_folder, []) == tiny_recipe and own_recipe(second_folder, []) is None
+    shutil.copy(own_folder / "own-recipe.json", second_folder)
+    assert own_recipe(second_folder, []) is None  # a copied folder
+    path = own_folder / "own-recipe.json"
     text = path.read_text()
     content = json.loads(text)
     trusting = {"target": content["recipe"]["target"] | {"trust_remote_code": True}}
@@ -418,13 +422,13 @@ def test_a_recipe_of_this_user_is_of_its_own_folder_and_key(tiny_recipe, tmp_pat
         "{}",
     ):
         path.write_text(forged)
-        assert own_recipe(mine, []) is None
+        assert own_recipe(own_folder, []) is None
     path.write_text(text)
     key.chmod(0o640)  # others can read it
-    assert own_recipe(mine, []) is None
+    assert own_recipe(own_folder, []) is None
     path.unlink()
-    write_own_recipe(mine, tiny_recipe)  # a dump goes on without one
+    write_own_recipe(own_folder, tiny_recipe)  # a dump goes on without one
     assert not path.exists()
     monkeypatch.setenv("JAKIRO_CACHE", "/proc/nowhere")
-    write_own_recipe(mine, tiny_recipe)
-    assert own_recipe(mine, []) is None
+    write_own_recipe(own_folder, tiny_recipe)
+    assert own_recipe(own_folder, []) is None

@@ -1,4 +1,4 @@
-"""A target that changed behind a run: every stage sees it, and names the part."""
+"""A target that changed after a run: every stage notices it, and names the changed part."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.real
 
 
 def renamed_tokens(target: Path) -> None:
-    """Two tokens of the vocabulary swap their ids."""
+    """Swap the ids of two tokens of the vocabulary."""
     raw = json.loads((target / "tokenizer.json").read_text())
     vocabulary = raw["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
@@ -39,7 +39,7 @@ def renamed_tokens(target: Path) -> None:
 
 
 def with_bos(target: Path) -> None:
-    """Each text begins with a token that it did not begin with."""
+    """Change the first token of every text."""
     raw = json.loads((target / "tokenizer.json").read_text())
     token = {"SpecialToken": {"id": "<|system|>", "type_id": 0}}
     raw["post_processor"] = {
@@ -71,7 +71,7 @@ TARGETS = {
 
 @pytest.fixture(scope="module")
 def of_a_folder(tmp_path_factory) -> tuple[Path, Path]:
-    """(recipe, target) of a finished run whose target brings all that it is in its folder."""
+    """(recipe, target) of a finished run whose target's folder is complete."""
     folder = tmp_path_factory.mktemp("target-changes")
     tree = recipe_tree(save_tiny_target(folder / "target"), write_sharegpt(folder / "data.json"), folder / "run")
     tree["draft"] = {"eagle": tree["draft"]["eagle"]}
@@ -86,10 +86,10 @@ def of_a_folder(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("change, part", TARGETS.values(), ids=TARGETS)
 def test_a_target_that_changed_is_seen_by_every_stage(of_a_folder, tmp_path, change, part):
-    """No figure of what it was before is shown as its own, or released."""
+    """No figure of the earlier target is shown as the changed target's, or released."""
     recipe_file, target = of_a_folder
-    whole = tmp_path / "whole"
-    shutil.copytree(target, whole)
+    backup = tmp_path / "whole"
+    shutil.copytree(target, backup)
     recipe = load_recipe(recipe_file)
     made = stages(str(recipe_file), [], recipe)
     assert all(stage.state(recipe)[0] for stage in made)
@@ -98,8 +98,10 @@ def test_a_target_that_changed_is_seen_by_every_stage(of_a_folder, tmp_path, cha
         change(target)
         assert [key for key, value in asdict(identify(recipe.target)).items() if value != asdict(before)[key]] == [part]
         states = {stage.name: stage.state(recipe) for stage in made}
-        seen = {"eval"} if part == "stop_ids" else {"preprocess", "train", "eval"}  # states and weights stop at nothing
-        for name in seen:
+        message = (
+            {"eval"} if part == "stop_ids" else {"preprocess", "train", "eval"}
+        )  # states and weights stop at nothing
+        for name in message:
             assert not states[name][0] and f"what the target was before: {part} is " in states[name][1], states
         assert not states["preprocess"][0]  # answers to calibration prompts stop, too
         if part == "stop_ids":
@@ -116,7 +118,7 @@ def test_a_target_that_changed_is_seen_by_every_stage(of_a_folder, tmp_path, cha
                 call(evaluate, str(recipe_file))
     finally:
         shutil.rmtree(target)
-        shutil.copytree(whole, target)
+        shutil.copytree(backup, target)
 
 
 def test_whoever_has_not_the_target_may_look_at_a_run(of_a_folder, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Do the checks bite? Known defects of the released code of this line of papers, put in at a seam, one at a time: a
+"""The checks find known defects of the released code of this line of papers. The tests add one defect at a time: a
 wrong rule, a wrong mask, tied weights, a wrong loss mask. Each property holds without its defect and fails with it.
 
 The defects of drawn siblings are in tests/pipeline/test_accept.py, the one of the last level in test_tree.py.
@@ -19,7 +19,7 @@ SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 
 
 @pytest.fixture(scope="module")
-def known(loaded_target, embed_head):
+def trained_draft(loaded_target, embed_head):
     """(a draft that was taught one text, the text's prompt)"""
     prompt = prompt_of(3)
     return taught(
@@ -28,7 +28,7 @@ def known(loaded_target, embed_head):
 
 
 def typical(tree, logits_NV):
-    """Medusa's and Hydra's acceptance: the first candidate that is likely enough, whatever the target would draw."""
+    """Accept as Medusa and Hydra do: the first candidate that is likely enough, whatever the target would draw."""
     path, node = [], 0
     while True:
         p_V = logits_NV[node].softmax(-1)
@@ -41,7 +41,7 @@ def typical(tree, logits_NV):
 
 
 def unprocessed_bonus(tree, logits_NV, following):
-    """The token after the accepted path ignores temperature, top-k and top-p."""
+    """Draw the token after the accepted path without temperature, top-k and top-p."""
     path, _ = ACCEPT_BEST(tree, following)
     return path, int(logits_NV[path[-1] if path else 0].softmax(-1).multinomial(1))
 
@@ -54,22 +54,22 @@ RULES = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_wrong_rule_gives_other_answers_than_plain_decoding(loaded_target, known, monkeypatch, rule):
-    (draft, prompt), (flawed, settings), rounds = known, RULES[rule], []
+def test_a_wrong_rule_gives_other_answers_than_plain_decoding(loaded_target, trained_draft, monkeypatch, rule):
+    (draft, prompt), (flawed, settings), rounds = trained_draft, RULES[rule], []
 
-    def same(seed: int) -> bool:
+    def is_equal(seed: int) -> bool:
         sampling, method = Sampling(20, NEVER, **settings, seed=seed), grown(draft, depth=4, top_k=4, nodes=20)
-        got = speculative(loaded_target, method, prompt, sampling, lambda *seen: rounds.append(seen))
+        got = speculative(loaded_target, method, prompt, sampling, lambda *arguments: rounds.append(arguments))
         return got.tokens == plain(loaded_target, prompt, sampling).tokens
 
-    assert all(map(same, range(3)))
+    assert all(map(is_equal, range(3)))
     monkeypatch.setattr(generate, "accept_best", lambda tree, following: flawed(tree, rounds[-1][2], following))
-    assert not all(map(same, range(3)))
+    assert not all(map(is_equal, range(3)))
 
 
-def test_a_target_that_sees_other_paths_gives_other_answers(loaded_target, known, monkeypatch):
-    """Gumiho's "full tree attention": a node sees all nodes of smaller depth."""
-    draft, prompt = known
+def test_a_target_that_sees_other_paths_gives_other_answers(loaded_target, trained_draft, monkeypatch):
+    """The defect is Gumiho's "full tree attention": a node sees all nodes of smaller depth."""
+    draft, prompt = trained_draft
     propose = draft.propose
 
     def of_all_paths(*arguments):
@@ -78,18 +78,18 @@ def test_a_target_that_sees_other_paths_gives_other_answers(loaded_target, known
         tree.ancestors_NN = (depths < depths[:, None]) | torch.eye(len(depths), dtype=torch.bool)
         return tree
 
-    def same() -> bool:
+    def is_equal() -> bool:
         got = speculative(loaded_target, grown(draft, depth=4, top_k=4, nodes=20), prompt, Sampling(20, NEVER))
         return got.tokens == greedy(loaded_target, prompt, 20)
 
-    assert same()
+    assert is_equal()
     monkeypatch.setattr(draft, "propose", of_all_paths)
-    assert not same()
+    assert not is_equal()
 
 
 @torch.inference_mode()
 def test_a_draft_without_its_trees_mask_answers_otherwise_beside_a_sibling(loaded_target, embed_head, monkeypatch):
-    """Gumiho's second forward. With its mask, a node's answer does not depend on who stands beside it."""
+    """Gumiho's second forward pass. With its mask, a node's output does not depend on its neighbours."""
     draft, attend = (
         make_draft(loaded_target, embed_head, VARIANTS["gumiho"]),
         torch.nn.functional.scaled_dot_product_attention,
@@ -113,26 +113,26 @@ def test_a_draft_without_its_trees_mask_answers_otherwise_beside_a_sibling(loade
 
 
 def test_blocks_that_share_their_weights_are_counted_once(loaded_target, embed_head):
-    """The released Hydra multiplies a list: its blocks are one. tests/test_recipes.py counts parameters by hand."""
+    """The released Hydra multiplies a list: its blocks are the same object. tests/test_recipes.py counts by hand."""
     draft = make_draft(loaded_target, embed_head, VARIANTS["hydra++"])
     before, (head, *_) = parameter_count(draft), draft.heads
-    one = sum(weight.numel() for weight in head[-1].parameters())
+    block_size = sum(weight.numel() for weight in head[-1].parameters())
     head[-2].load_state_dict(head[-1].state_dict())
     assert parameter_count(draft) == before
     head[-2] = head[-1]
-    assert parameter_count(draft) == before - one
+    assert parameter_count(draft) == before - block_size
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_head_that_learns_the_prompt_depends_on_it(loaded_target, embed_head, whole):
-    """Medusa's and Hydra's, in the released training; Medusa's heads meet tokens as labels alone."""
+@pytest.mark.parametrize("all_trained", [False, True])
+def test_a_head_that_learns_the_prompt_depends_on_it(loaded_target, embed_head, all_trained):
+    """The defect of Medusa's and Hydra's released training; Medusa's heads see tokens only as labels."""
     draft = make_draft(loaded_target, embed_head, VARIANTS["medusa"])
     tokens, mask = torch.tensor(prompt_of(4, 16)).int().numpy(), (torch.arange(16) >= 8).byte().numpy()
     states = states_for(draft, 16)
     losses = []
     for token in (1, 2):
         tokens[5] = token  # of the prompt
-        row = Row("one", tokens.copy(), mask | whole, states[:, 0])
+        row = Row("one", tokens.copy(), mask | all_trained, states[:, 0])
         batch = collate([row], objective_of(draft.config), dict.fromkeys(objective_of(draft.config).groups, 8))
         losses.append(float(objective_of(draft.config).loss(draft, batch)[0]))
-    assert (losses[0] != losses[1]) == whole
+    assert (losses[0] != losses[1]) == all_trained

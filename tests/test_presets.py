@@ -86,19 +86,19 @@ def trained(name: str) -> dict:
 
 
 def written(name: str, folder) -> Recipe:
-    """By `new`, on a machine of four GPUs."""
+    """Return the recipe that `new` writes on a machine with four GPUs."""
     config, machine = configuration("llama3-instruct-8b"), first_recipe.Machine(4, 80e9)
-    given = {"target": "OWNER/NAME", "data": None, "draft": name, "license": "llama3", "preset": "paper"}
+    arguments = {"target": "OWNER/NAME", "data": None, "draft": name, "license": "llama3", "preset": "paper"}
     source = first_recipe.Source(records=100_000, whole=False, usable=1.0, length=600.0, report="")
     config.max_position_embeddings = 8192
     out = folder / "my.toml"
-    out.write_text(first_recipe.recipe_text(Namespace(**given, out=out), config, machine, 16e9, source))
+    out.write_text(first_recipe.recipe_text(Namespace(**arguments, out=out), config, machine, 16e9, source))
     return load_recipe(out)
 
 
 @pytest.mark.parametrize("name", TRAIN)
 def test_a_preset_writes_what_the_papers_recipe_held(name, tmp_path):
-    """All but what the machine decides, and the weights that are kept."""
+    """Return all settings but those that depend on the machine, and the choice of weights to keep."""
     recipe = written(name, tmp_path)
     assert recipe.train == TrainConfig(**trained(name), ranks=4, keep="best")
     assert recipe.draft == {name: settings_from(DRAFT[name])}
@@ -121,7 +121,7 @@ def test_settings_follow_the_target_as_in_its_recipe(target):
 
 def test_every_draft_that_is_trained_has_a_preset():
     assert {kind_of(preset.settings) for preset in presets().values()} == {
-        kind for kind, known in DRAFTS.items() if known.config.trained
+        kind for kind, entry in DRAFTS.items() if entry.config.trained
     }
     assert set(presets()) == {*TRAIN, "dspark"}  # of which there was no recipe
 
@@ -138,9 +138,9 @@ def test_every_draft_that_is_trained_has_a_preset():
 def test_an_example_is_what_the_presets_say(recipe, names):
     loaded, target = load_recipe(recipe), recipe.removesuffix("-eagle-3").removesuffix("-parallel")
     for name, preset in names.items():
-        here, where = presets()[preset], {"ranks", "micro_batch", "together"}
-        assert loaded.draft[name] == settings_from(settings_for(here, configuration(target), paper=True))
-        assert loaded.train.model_dump(exclude=where) == here.training.model_dump(exclude=where)
+        chosen, where = presets()[preset], {"ranks", "micro_batch", "together"}
+        assert loaded.draft[name] == settings_from(settings_for(chosen, configuration(target), paper=True))
+        assert loaded.train.model_dump(exclude=where) == chosen.training.model_dump(exclude=where)
 
 
 def test_values_are_spelled_as_a_recipe_spells_them(tmp_path):

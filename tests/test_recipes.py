@@ -67,7 +67,7 @@ def configuration(name: str):
 
 
 def drafts_for(config, *names: str) -> list[DraftConfig]:
-    """Those that `jakiro new --preset paper` writes for a target."""
+    """Return the drafts that `jakiro new --preset paper` writes for a target."""
     return [settings_from(settings_for(presets()[name], config, paper=True)) for name in names]
 
 
@@ -108,7 +108,7 @@ def test_drafts_of_the_papers_targets_and_of_those_that_are_served_today(name):
     drafts = jakiro, eagle, on_eagle_3, eagle3 = drafts_for(config, *ON_BOTH_FRAMES)
     counts = counted(drafts, target)
     print(f"{name}: jakiro, eagle; jakiro on eagle-3, eagle3: {counts} parameters")
-    mlp, mlp_3 = (one.mlp_width or target["intermediate_size"] for one in (eagle, eagle3))
+    mlp, mlp_3 = (config.mlp_width or target["intermediate_size"] for config in (eagle, eagle3))
     vocabulary = eagle3.vocabulary or target["vocab_size"]
     assert counts == by_hand(target, mlp, mlp_3, vocabulary, jakiro.fc_bias)
     assert counts == PINNED.get(name, counts)
@@ -146,8 +146,8 @@ def test_drafts_of_one_forward_for_targets_that_are_served_today(name):
     d, size, mlp = target["hidden_size"], target["head_dim"], drafts[0].mlp_width or target["intermediate_size"]
     heads, groups = target["num_attention_heads"], target["num_key_value_heads"]
     first = 2 * d * size * (heads + 2 * groups) + size * heads * d + 3 * d * mlp + 3 * d * d + 4 * d + 32_000 * d
-    others = 3 * (2 * d * size * (heads + groups) + 3 * d * mlp + 2 * d)
-    assert counted(drafts, target) == [dflash_by_hand(target, mlp), first + 3 * d + others] == pinned
+    expected = 3 * (2 * d * size * (heads + groups) + 3 * d * mlp + 2 * d)
+    assert counted(drafts, target) == [dflash_by_hand(target, mlp), first + 3 * d + expected] == pinned
     assert [list(draft.needs(layers).auxiliary) for draft in drafts] == read and mlp >= 3 * d
 
 
@@ -182,10 +182,10 @@ def others_by_hand(target: dict) -> dict[str, int]:
     }
 
 
-OTHERS = ("dflash", "eagle-1", "gumiho", "hydra", "hydra-plain", "medusa", "skipper", "small-llama")
+OTHER_TARGETS = ("dflash", "eagle-1", "gumiho", "hydra", "hydra-plain", "medusa", "skipper", "small-llama")
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", OTHER_TARGETS)
 def test_drafts_of_other_papers(name):
     target = shapes_of(configuration("llama3-instruct-8b"))
     assert counted(drafts_for(configuration("llama3-instruct-8b"), name), target) == [others_by_hand(target)[name]]
@@ -193,8 +193,12 @@ def test_drafts_of_other_papers(name):
 
 def test_plain_hydra_trains_as_medusa_does():
     assert presets()["hydra-plain"].training == presets()["medusa"].training
-    one, other = drafts_for(configuration("llama3-instruct-8b"), "hydra-plain", "medusa")
-    assert (one.objective, one.decay, one.heads) == (other.objective, other.decay, other.heads) == ("hard-ce", 0.8, 4)
+    hydra, medusa = drafts_for(configuration("llama3-instruct-8b"), "hydra-plain", "medusa")
+    assert (
+        (hydra.objective, hydra.decay, hydra.heads)
+        == (medusa.objective, medusa.decay, medusa.heads)
+        == ("hard-ce", 0.8, 4)
+    )
 
 
 METHODS = {  # docs/results/comparison.md has them

@@ -1,5 +1,5 @@
-"""A credential in an address is refused, and shown in no error; nor is one of the environment. That those of the
-environment reach no artifact: tests/test_run.py.
+"""A credential in an address is refused, and no error shows it, or one of the environment. tests/test_run.py checks
+that no credential of the environment reaches an artifact.
 """
 
 import base64
@@ -111,7 +111,7 @@ def test_wherever_an_address_may_stand_it_is_refused(tiny_target, tmp_path, over
 
 @contextmanager
 def served(content: bytes) -> Iterator[str]:
-    """The address of a server on this machine that wants credentials."""
+    """The address of a server on this machine that requires credentials."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -217,8 +217,8 @@ def test_what_a_server_repeats_of_the_key_is_not_shown(monkeypatch, key, status,
 def test_an_answer_of_another_shape_shows_no_key(tiny_recipe, monkeypatch, name, shape):
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
     with Echo(200, lambda key: {"data": [{"id": "m"}], "choices": [], "sent": key}) as server:
-        behind = {"engine": "server", "engine_url": server.url}
-        target = TargetConfig.model_validate(tiny_recipe.target.model_dump() | behind)
+        expected = {"engine": "server", "engine_url": server.url}
+        target = TargetConfig.model_validate(tiny_recipe.target.model_dump() | expected)
         with pytest.raises(PipelineError, match=shape) as caught:
             if name == "eval":
                 Server(server.url, tiny_recipe).ask([], 0.0, "level")
@@ -244,7 +244,7 @@ def test_no_error_shows_a_credential_of_the_environment(monkeypatch, capsys, kin
 
     with pytest.raises(SystemExit):
         entry.run(main)
-    assert f"GET x: {HIDDEN} or {HIDDEN} failed" in (told := capsys.readouterr().err) and SECRET not in told
+    assert f"GET x: {HIDDEN} or {HIDDEN} failed" in (message := capsys.readouterr().err) and SECRET not in message
 
 
 def test_a_placeholder_for_a_key_leaves_errors_as_they_are(monkeypatch):

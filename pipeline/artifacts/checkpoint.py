@@ -1,7 +1,7 @@
 """The draft-checkpoint contract: model.safetensors, config.json, provenance.json, recipe.json. No pickle.
 
-The embedding is the target's, and so is the head unless the draft has its own; the fingerprint names the target.
-Guarantees: weights are whole (written under a temporary name); config.json is written last and names their SHA-256; a
+The embedding is the target's, and so is the head unless the draft has its own; the fingerprint identifies the target.
+Guarantees: weights are complete (written under a temporary name); config.json is written last and has their SHA-256; a
 checkpoint for another target is refused.
 """
 
@@ -32,11 +32,11 @@ from pipeline.recipe.untrusted import DraftConfigFile, require_draft_in_bounds, 
 
 VERSION = 7
 WEIGHTS, CONFIG, METRICS, PLOT = "model.safetensors", "config.json", "metrics.jsonl", "training.png"
-TEMPLATE, CODE = "chat_template.jinja", "custom_generate"  # of a release: files that its config.json seals
-# Settings whose product is a number of modules.
+TEMPLATE, CODE = "chat_template.jinja", "custom_generate"  # files of a release whose hashes are in its config.json
+# Pairs of settings whose product is a number of modules.
 MODULES = (("layers", "experts"), ("heads", "blocks"), ("mlps", "blocks"))
-SLACK = 1 << 24  # numbers that a draft may have beyond its file's
-# What settings and shapes that fit no module raise.
+SLACK = 1 << 24  # numbers that a draft may have in addition to its file's
+# Errors raised for settings and shapes that fit no module.
 UNBUILDABLE = (RuntimeError, KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, StrictDataclassError)
 UNREADABLE = "Restore the draft's folder, or remove this file and train again: jakiro train RECIPE"
 FACTS = ("shapes", "target", "train_hash", "weights_sha256", "metrics_sha256", "training", "files")
@@ -44,18 +44,18 @@ FACTS = ("shapes", "target", "train_hash", "weights_sha256", "metrics_sha256", "
 
 @dataclass(frozen=True)
 class Saved:
-    """What config.json says of a checkpoint."""
+    """The content of a checkpoint's config.json."""
 
     config: DraftConfig
-    method: Method  # how it decodes by default
+    method: Method  # the default method for decoding
     secondary: dict[str, DraftConfig]  # settings of the method's secondary sources
     shapes: dict[str, Any]
     target: dict[str, Any]  # model, revision; fingerprints of its weights, tokenizer and template
     train_hash: str
     weights_sha256: str
     metrics_sha256: str | None
-    training: dict[str, Any]  # what was done to get here: steps, tokens, ...; or where it was imported from
-    files: dict[str, str] = field(default_factory=dict)  # SHA-256 of what else is read of a release, by name
+    training: dict[str, Any]  # facts of the training: steps, tokens, ...; or the source of an imported draft
+    files: dict[str, str] = field(default_factory=dict)  # SHA-256 of the other files read from a release, by name
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -68,14 +68,14 @@ class Saved:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "Saved":
-        """Takes only what it asks for, each with its type and bounds. Raises KeyError, TypeError or ValueError for what
-        `to_json` did not give.
+        """Return the known fields of `raw`, each checked for its type and bounds. Raises KeyError, TypeError or
+        ValueError for content that `to_json` does not write.
         """
         config, method = settings_from(raw["draft"]), from_json(Method, raw["method"])
         secondary = {name: settings_from(raw["secondary"][name]) for name in method.secondary}
         require_draft_in_bounds(config, "trained")
-        for other in secondary.values():
-            require_draft_in_bounds(other, "secondary")
+        for source in secondary.values():
+            require_draft_in_bounds(source, "secondary")
         require_method_in_bounds(method)
         method = method.resolved(config, method.draft, TreeConfig())
         facts = DraftConfigFile.model_validate_json(json.dumps(raw)).model_dump(exclude_unset=True)
@@ -84,9 +84,9 @@ class Saved:
         return cls(config, method, secondary, training=raw["training"], **facts)
 
     def loaded(self, draft: TrainedDraft) -> LoadedMethod:
-        """What decodes by default: the draft, and the method's secondary sources."""
-        others = {name: make(config, self.shapes) for name, config in self.secondary.items()}
-        return self.method.load({self.method.draft: draft, **others})
+        """Return the default method with its sources: the draft, and the method's secondary sources."""
+        sources = {name: make(config, self.shapes) for name, config in self.secondary.items()}
+        return self.method.load({self.method.draft: draft, **sources})
 
     @property
     def tree(self) -> TreeConfig:
@@ -94,13 +94,13 @@ class Saved:
 
     @property
     def borrowed(self) -> list[str]:
-        """Which of the target's parts it uses."""
+        """The target's modules that the draft uses."""
         with torch.device("meta"):
             return build(self.config, self.shapes).borrowed
 
     @property
     def training_said(self) -> str:
-        """How it was trained, in a few words."""
+        """A phrase that describes the draft's training."""
         if "imported" in self.training:
             return f"imported from {self.training['imported']['from']}"
         begun = f", begun with {self.training['start']['from']}" if "start" in self.training else ""
@@ -118,12 +118,12 @@ def save(
     training: dict,
     spec: FeatureSpec | None = None,
 ) -> None:
-    """Writes one draft. `weights` is its full (gathered) state dict; `training` are measured facts for the card.
-    `spec`: of the features that it was trained on; it is a draft of what the target was then, not of what it is now.
+    """Write a draft. `weights` is its full (gathered) state dict; `training` has measured facts for the card. `spec`:
+    of the features that it was trained on; the draft belongs to their target, even if the target has changed since.
     """
     target = spec or identify(recipe.target)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).unlink(missing_ok=True)  # until it is written again, the checkpoint is not there
+    (folder / CONFIG).unlink(missing_ok=True)  # without this file the checkpoint counts as missing
     write_weights(folder / WEIGHTS, weights)
     saved = Saved(
         config=draft.config,
@@ -148,31 +148,31 @@ def save(
 
 
 def write_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Writes the file whole. Raises PipelineError where it cannot."""
+    """Write the complete file atomically. Raises PipelineError if that fails."""
     contiguous = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
     with atomic_path(path) as temporary:
         try:
             save_file(contiguous, temporary, metadata={"format": "pt"})
-        except SafetensorError as error:  # also wraps the system's errors
+        except SafetensorError as error:  # also raised for errors of the operating system
             raise PipelineError(f"{path} cannot be written: {error}. Make room and run again") from None
 
 
 def export(source: Path, folder: Path, method: Method, secondary: dict[str, DraftConfig], recipe_file: Path) -> None:
-    """Copies a saved draft into `folder`, with the method that it is to decode by, the settings of that one's secondary
-    sources, and the recipe that it was measured under.
+    """Copy a saved draft into `folder`, with its default method, the settings of the method's secondary sources, and
+    the recipe that it was measured with.
     """
     shutil.copyfile(source / WEIGHTS, folder / WEIGHTS)
     for file in (source / PROVENANCE, recipe_file):
         write_sealed(
-            folder / file.name, read_sealed(file, "Restore it, or remove the artifact beside it and make that again")
+            folder / file.name, read_sealed(file, "Restore it, or remove the artifact next to it and make that again")
         )
     raw = read_sealed(source / CONFIG, UNREADABLE)
-    raw["method"], raw["secondary"] = method.to_json(), {name: one.to_json() for name, one in secondary.items()}
+    raw["method"], raw["secondary"] = method.to_json(), {name: config.to_json() for name, config in secondary.items()}
     write_sealed(folder / CONFIG, raw)
 
 
 def seal_files(folder: Path) -> None:
-    """Names in a release's config.json what else is read of the release, with its SHA-256."""
+    """Write into a release's config.json the SHA-256 of the other files that are read from the release."""
     raw = read_sealed(folder / CONFIG, UNREADABLE)
     paths = [folder / TEMPLATE, *sorted((folder / CODE).glob("*"))]
     raw["files"] = {path.relative_to(folder).as_posix(): sha256(path) for path in paths if path.is_file()}
@@ -180,20 +180,20 @@ def seal_files(folder: Path) -> None:
 
 
 def sealed_file(folder: Path, name: str) -> Path | None:
-    """A file of a release; None where its config.json names none. Raises PipelineError where it is not there, or
-    another than that names.
+    """Return the path of a file of a release; None if its config.json does not list the file. Raises PipelineError if
+    the file is missing, or its SHA-256 differs.
     """
     path, digest = folder / name, read_config(folder).files.get(name)
     if digest is None and not path.exists():
         return None
     if digest is None or not path.is_file() or sha256(path) != digest:
         state = "missing" if not path.exists() else f"not the file that {CONFIG} names: its SHA-256 is another"
-        raise PipelineError(f"{path} is {state}. Take the release anew")
+        raise PipelineError(f"{path} is {state}. Download the release again")
     return path
 
 
 def read_config(folder: Path) -> Saved:
-    """Raises PipelineError when there is no checkpoint of this project in `folder`."""
+    """Return the content of config.json. Raises PipelineError if `folder` has no checkpoint of this project."""
     path = folder / CONFIG
     if not path.exists():
         raise PipelineError(f"{folder} holds no draft checkpoint ({CONFIG} is missing). Train it: jakiro train RECIPE")
@@ -210,8 +210,8 @@ def read_config(folder: Path) -> Saved:
 
 
 def require_trained_under(recipe: Recipe, name: str) -> Saved:
-    """The recipe's draft `name`. Raises PipelineError when it is missing, or was trained under other settings or for
-    what the target was before.
+    """Return the config of the recipe's draft `name`. Raises PipelineError if it is missing, was trained with other
+    settings, or for the target before it changed.
     """
     folder, saved = recipe.paths.draft(name), require_settings(recipe, name)
     if differences := identify(recipe.target).differences(saved.target):
@@ -223,7 +223,7 @@ def require_trained_under(recipe: Recipe, name: str) -> Saved:
 
 
 def require_settings(recipe: Recipe, name: str) -> Saved:
-    """Return what the checkpoint of a draft says. Raise PipelineError when it is missing, or of other settings."""
+    """Return the config of a draft's checkpoint. Raises PipelineError if it is missing, or has other settings."""
     folder = recipe.paths.draft(name)
     saved = read_config(folder)
     if saved.train_hash != train_hash(recipe, name):
@@ -236,12 +236,12 @@ def require_settings(recipe: Recipe, name: str) -> Saved:
 
 
 def lacks_plot(folder: Path) -> bool:
-    """Whether a training was killed between its checkpoint and its plot."""
+    """Return whether a training was killed after its checkpoint and before its plot."""
     return (folder / METRICS).exists() and not (folder / PLOT).exists()
 
 
 def metrics_of(folder: Path) -> Path:
-    """What the training of a saved draft wrote down. Raises PipelineError where it is not that any more."""
+    """Return the path of the metrics of a draft's training. Raises PipelineError if the file was changed since."""
     path = folder / METRICS
     if path.exists() and sha256(path) != read_config(folder).metrics_sha256:
         raise PipelineError(
@@ -252,30 +252,29 @@ def metrics_of(folder: Path) -> Path:
 
 
 def load(folder: Path, target_fingerprint: str) -> TrainedDraft:
-    """The draft with its weights, on CPU in their stored dtype; `bind` it before use.
+    """Load a draft with its weights, on the CPU in their stored dtype; `bind` it before use.
 
-    Raises PipelineError for a missing, damaged or foreign checkpoint.
+    Raises PipelineError for a missing or damaged checkpoint, and for one of another target.
     """
     saved = read_config(folder)
     if saved.target["fingerprint"] != target_fingerprint:
         raise PipelineError(
             f"{folder}: trained for target {saved.target['model']!r} (fingerprint {saved.target['fingerprint']}), but "
-            "the target "
-            f"at hand has fingerprint {target_fingerprint}. A draft works with its own target only: use that one, or "
-            "train again"
+            f"the target at hand has fingerprint {target_fingerprint}. A draft works with its own target only: use "
+            "that one, or train again"
         )
     return of_any_target(folder, saved)
 
 
 def require_sizes(config: DraftConfig, shapes: dict[str, Any], sizes: dict[str, list[int]]) -> None:
-    """Raises ValueError where settings and shapes make far more than a file with tensors of these `sizes`, by name, can
-    hold: it would take time and memory first.
+    """Raise ValueError if settings and shapes describe a module far larger than a file with tensors of these `sizes`,
+    by name: building it would take time and memory first.
     """
 
     def setting(name: str) -> int:
         return getattr(config, name, None) or 1
 
-    modules = max(setting(many) * setting(each) for many, each in MODULES)
+    modules = max(setting(first) * setting(second) for first, second in MODULES)
     if modules > len(sizes):
         raise ValueError(f"the settings make {modules} modules, the file holds {len(sizes)} tensors")
     with torch.device("meta"):
@@ -285,7 +284,7 @@ def require_sizes(config: DraftConfig, shapes: dict[str, Any], sizes: dict[str, 
 
 
 def of_any_target(folder: Path, saved: Saved) -> TrainedDraft:
-    """`load` without asking for the target. `saved`: what its config.json says."""
+    """Load a draft as `load` does, without comparing the target. `saved`: the content of its config.json."""
     path = folder / WEIGHTS
     if not path.exists() or sha256(path) != saved.weights_sha256:
         state = "missing" if not path.exists() else "not the file that config.json describes (SHA-256 differs)"

@@ -1,6 +1,6 @@
-"""What a draft's config.json says, as others write it.
+"""Reading the config.json of drafts from other projects.
 
-Guarantees: what is read is what their code computes, or the key that says otherwise is named in an error.
+Guarantee: the settings returned describe what the other project's code computes, or an error names the key.
 """
 
 from collections.abc import Mapping
@@ -25,16 +25,16 @@ from pipeline.drafts.parts.layers import ROPES, SHAPE_FIELDS, shapes_of
 from pipeline.drafts.parts.names import AUXILIARY, GPT_OSS, INPUTS, LAYER_KEYS, OUTPUTS
 from pipeline.lm.attention import FULL, SLIDING, most_positions
 
-ANOTHER = "it was trained for another target"
+OTHER_TARGET = "it was trained for another target"
 NESTED = ("eagle_config", "dflash_config", "transformer_layer_config")
 FAMILIES = {  # each with its own defaults
     **{"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config},
     MUSE: MuseGlimmerAssistantConfig,
 }
 
-# What a config.json may say beside what the draft itself reads: nothing of what is computed (how an answer is drawn),
-# or what shapes and tensors say as well.
-OTHERS = """
+# Keys of a config.json that the draft does not read: they do not change the computation (such as sampling settings), or
+# shapes and tensors have the same information.
+OTHER_KEYS = """
     attention_dropout auto_map base_model_name_or_path bias draft_vocab_size dropout_rate embed_requires_grad
     enable_sp_ulysses gate_rows has_no_defaults_at_init hidden_state_offset hydra_head_arch hydra_num_heads
     hydra_num_layers initializer_range medusa_num_heads medusa_num_layers model_type num_aux_hidden_states num_experts
@@ -43,11 +43,11 @@ OTHERS = """
     speculators_config speculators_version target_hidden_size tie_word_embeddings tokenizer_class torch_dtype ttt_length
     ttt_steps version
 """
-SAYS_NOTHING = {*vars(GenerationConfig()), *vars(PretrainedConfig()), *SHAPE_FIELDS, *OTHERS.split()}
-# What may differ beside a nested object and in it.
-APART = {AUXILIARY} | SAYS_NOTHING - {*SHAPE_FIELDS, "rope_theta", "rope_scaling"} | {"vocab_size"}
-# Key -> the values that are computed here; none: any.
-KNOWN: dict[str, tuple] = dict.fromkeys(SAYS_NOTHING, ()) | {
+IGNORED_KEYS = {*vars(GenerationConfig()), *vars(PretrainedConfig()), *SHAPE_FIELDS, *OTHER_KEYS.split()}
+# Keys whose values inside and outside a nested object may differ.
+MAY_DIFFER = {AUXILIARY} | IGNORED_KEYS - {*SHAPE_FIELDS, "rope_theta", "rope_scaling"} | {"vocab_size"}
+# Key -> the supported values; (): any value.
+CONFIG_KEYS: dict[str, tuple] = dict.fromkeys(IGNORED_KEYS, ()) | {
     "hidden_act": ("silu", "swish"),
     "hidden_activation": ("silu", "swish"),
     "eagle_decoder_type": ("llama",),
@@ -66,7 +66,7 @@ KNOWN: dict[str, tuple] = dict.fromkeys(SAYS_NOTHING, ()) | {
 
 
 def raw_config(source: Path) -> dict[str, Any]:
-    """Raises PipelineError where there is none."""
+    """Return the content of config.json. Raises PipelineError if there is none."""
     path = source / "config.json"
     if not path.is_file():
         raise PipelineError(
@@ -76,82 +76,83 @@ def raw_config(source: Path) -> dict[str, Any]:
 
 
 def their_config(source: Path, target: Any) -> dict[str, Any]:
-    """What config.json says: without nesting and what is null; under AUXILIARY the layers that it names, counted as
-    ours (1: the first one's output); a sliding window where the layer has one that is shorter than the longest text of
-    the target's configuration.
+    """Return the settings in config.json, flattened and without nulls; under AUXILIARY the layers that it names,
+    counted as in this project (1: the output of the first layer); a sliding window only if it is shorter than the
+    longest text of the target's configuration.
 
-    Raises PipelineError for a RoPE or an attention that is not computed here, for contradictions, and for what is no
-    number where one is due.
+    Raises PipelineError for an unsupported RoPE or attention, for contradictions, and for values of a wrong type.
     """
     path, raw = source / "config.json", raw_config(source)
-    theirs: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for part in (raw, *(as_object(f"{path}: {key}", raw.get(key) or {}) for key in NESTED)):
         for key, value in part.items():
             if key in NESTED or value is None:
                 continue
-            if key not in APART and theirs.get(key, value) != value:
-                raise PipelineError(f"{path} says {key}={theirs[key]!r} and, nested, {value!r}: which one is not known")
-            theirs[key] = value
-    _require_kinds(path, theirs)
-    theirs[AUXILIARY] = _layers(path, raw, target)
-    _require_rope(path, theirs)
-    _settle_window(path, theirs, most_positions(target))
-    return theirs
+            if key not in MAY_DIFFER and settings.get(key, value) != value:
+                raise PipelineError(
+                    f"{path} says {key}={settings[key]!r} and, nested, {value!r}: which one is not known"
+                )
+            settings[key] = value
+    _require_types(path, settings)
+    settings[AUXILIARY] = _read_layers(path, raw, target)
+    _require_rope(path, settings)
+    _resolve_window(path, settings, most_positions(target))
+    return settings
 
 
-def require_known(source: Path, theirs: dict[str, Any], more: Mapping[str, tuple]) -> list[str]:
-    """Return the keys that are not known and false or empty: nothing reads them.
+def require_known(source: Path, settings: dict[str, Any], extra_keys: Mapping[str, tuple]) -> list[str]:
+    """Return the unknown keys with false or empty values, which no code reads.
 
-    Raises PipelineError for what config.json says and neither `KNOWN` nor `more`, the draft's own, has.
+    Raises PipelineError for other keys of config.json that neither `CONFIG_KEYS` nor the draft's `extra_keys` has.
     """
-    known, said = {**KNOWN, **more}, []
-    for key, value in theirs.items():
-        if key in known and known[key] and value not in known[key]:
-            said.append(f"{key}={value!r}, and only {' or '.join(map(repr, known[key]))} is computed here")
-        elif key not in known and value not in (False, "", [], {}):
-            said.append(f"{key}={value!r}, which is not known here for this kind of draft")
-    if said:
+    supported, problems = {**CONFIG_KEYS, **extra_keys}, []
+    for key, value in settings.items():
+        if key in supported and supported[key] and value not in supported[key]:
+            problems.append(f"{key}={value!r}, and only {' or '.join(map(repr, supported[key]))} is computed here")
+        elif key not in supported and value not in (False, "", [], {}):
+            problems.append(f"{key}={value!r}, which is not known here for this kind of draft")
+    if problems:
         raise PipelineError(
-            f"{source / 'config.json'} says {'; '.join(said)}. A key that changes nothing of what the draft computes "
-            "can be taken out of a copy of the file"
+            f"{source / 'config.json'} says {'; '.join(problems)}. A key that changes nothing of what the draft "
+            "computes can be taken out of a copy of the file"
         )
-    return sorted(theirs.keys() - known.keys() - {AUXILIARY})
+    return sorted(settings.keys() - supported.keys() - {AUXILIARY})
 
 
-def their_shapes(source: Path, theirs: dict[str, Any], target: Any, name: str) -> dict[str, Any]:
-    """The draft's: its own config's widths, heads, eps and RoPE; vocabulary and layers of the target, whose
-    configuration and name are given. All are the target's where the config has none of them, as Hydra's, and Medusa's.
+def their_shapes(source: Path, settings: dict[str, Any], target: Any, name: str) -> dict[str, Any]:
+    """Return the draft's shapes: widths, heads, eps and RoPE of its own config; vocabulary and layers of the target,
+    whose configuration and name are given. All are the target's if the config has none, as Hydra's and Medusa's.
 
-    Raises PipelineError for another width than the target's.
+    Raises PipelineError if the width differs from the target's.
     """
     shapes, width = shapes_of(target), target.hidden_size
-    is_own = "hidden_size" in theirs and theirs.get("model_type") != "medusa"
+    is_own = "hidden_size" in settings and settings.get("model_type") != "medusa"
     for key in ("target_hidden_size", "hidden_size") if is_own else ("target_hidden_size",):
-        if (size := theirs.get(key, width)) != width:
-            is_narrow = key == "hidden_size" and "target_hidden_size" in theirs
-            why = "a draft that is narrower than its target has no place here" if is_narrow else ANOTHER
-            raise PipelineError(f"the checkpoint's {key} is {size}, that of target {name!r} {width}: {why}")
+        if (size := settings.get(key, width)) != width:
+            is_narrow = key == "hidden_size" and "target_hidden_size" in settings
+            reason = "a draft that is narrower than its target has no place here" if is_narrow else OTHER_TARGET
+            raise PipelineError(f"the checkpoint's {key} is {size}, that of target {name!r} {width}: {reason}")
     if not is_own:
         return shapes
-    family = FAMILIES.get(theirs.get("model_type", "llama"))
+    family = FAMILIES.get(settings.get("model_type", "llama"))
     if family is None:
         raise PipelineError(
-            f"{source / 'config.json'} says model_type={theirs['model_type']!r}, and only {', '.join(FAMILIES)} are "
+            f"{source / 'config.json'} says model_type={settings['model_type']!r}, and only {', '.join(FAMILIES)} are "
             "known here: others have defaults of their own"
         )
-    known = {key: theirs[key] for key in (*SHAPE_FIELDS, "rope_theta", "rope_scaling") if key in theirs}
+    fields = {key: settings[key] for key in (*SHAPE_FIELDS, "rope_theta", "rope_scaling") if key in settings}
     try:
-        return shapes_of(family(**known)) | {key: shapes[key] for key in ("vocab_size", "target_layers")}
+        return shapes_of(family(**fields)) | {key: shapes[key] for key in ("vocab_size", "target_layers")}
     except (StrictDataclassError, AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise PipelineError(f"{source / 'config.json'} makes no layer: {' '.join(str(error).split())}") from None
 
 
-def _require_kinds(path: Path, theirs: dict[str, Any]) -> None:
-    """Raises PipelineError for a value of the wrong type under a key that is computed with."""
+def _require_types(path: Path, settings: dict[str, Any]) -> None:
+    """Raise PipelineError for a value of the wrong type under a key that the computation uses."""
     sizes = {*SHAPE_FIELDS, "num_hidden_layers", "max_window_layers", "target_hidden_size"}
     sizes -= {"rms_norm_eps", "rope_parameters"}
     texts, reals = ("model_type",), ("partial_rotary_factor", "rms_norm_eps", "rope_theta")
-    for key, value in theirs.items():
+    for key, value in settings.items():
         if key in sizes and (type(value) is not int or value < (0 if key == "max_window_layers" else 1)):
             raise PipelineError(f"{path}: {key}={value!r}, expected a positive number without a fraction")
         if key in reals and (type(value) not in (int, float) or value <= 0):
@@ -162,14 +163,14 @@ def _require_kinds(path: Path, theirs: dict[str, Any]) -> None:
             raise PipelineError(f"{path}: {key}={value!r}, expected a list of names")
 
 
-def _layers(path: Path, raw: dict[str, Any], target: Any) -> list[int]:
-    """Return the layers that the file names, counted as ours; none where it names none.
+def _read_layers(path: Path, raw: dict[str, Any], target: Any) -> list[int]:
+    """Return the layers that the file names, counted as in this project; an empty list if it names none.
 
-    An id is that of the layer whose input is taken, counted from 0: our number of the layer before. `target_layer_ids`,
-    and ids in a nested object alone, as SpecForge and ModelOpt write them, are of the layer whose output is taken. No
-    output has the number of the target's layers: nested ids with it are of inputs.
+    An id is the number of the layer whose input is used, counted from 0, which is this project's number of the layer
+    before it. `target_layer_ids`, and ids only in a nested object, as SpecForge and ModelOpt write them, are numbers of
+    layers whose output is used. An output never has the number of the target's layers: nested ids with it are inputs.
 
-    Raises PipelineError where two places differ, where a place leaves it open, and for ids that are no layers.
+    Raises PipelineError if two places differ, if a place is ambiguous, and for ids that are not layers.
     """
     count, layers = target.num_hidden_layers, {}
     parts = {"": raw} | {place: raw[place] for place in NESTED if raw.get(place)}
@@ -201,10 +202,10 @@ def _layers(path: Path, raw: dict[str, Any], target: Any) -> list[int]:
     return next(iter(layers.values()), [])
 
 
-def _require_rope(path: Path, theirs: dict[str, Any]) -> None:
-    said = {"rope_theta": theirs["rope_theta"]} if "rope_theta" in theirs else {}
+def _require_rope(path: Path, settings: dict[str, Any]) -> None:
+    parameters = {"rope_theta": settings["rope_theta"]} if "rope_theta" in settings else {}
     for key in ("rope_scaling", "rope_parameters"):
-        rope = as_object(f"{path}: {key}", theirs.get(key) or {})
+        rope = as_object(f"{path}: {key}", settings.get(key) or {})
         kind, part = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor", 1)
         if any(isinstance(value, dict) for value in rope.values()):
             raise PipelineError(f"{path}: {key} is given by kind of layer, and a draft here has one RoPE")
@@ -216,22 +217,26 @@ def _require_rope(path: Path, theirs: dict[str, Any]) -> None:
             if name in rope and (type(rope[name]) not in (int, float) or rope[name] <= 0):
                 raise PipelineError(f"{path}: {key} has {name}={rope[name]!r}, expected a positive number")
         for name, value in (rope | ({"rope_type": kind} if rope.keys() - {"rope_theta"} else {})).items():
-            if name != "type" and said.setdefault(name, value) != value:
-                raise PipelineError(f"{path}: {key} says {name}={value!r}, and {said[name]!r} stands elsewhere")
+            if name != "type" and parameters.setdefault(name, value) != value:
+                raise PipelineError(f"{path}: {key} says {name}={value!r}, and {parameters[name]!r} stands elsewhere")
 
 
-def _settle_window(path: Path, theirs: dict[str, Any], positions: int) -> None:
-    """Leaves of the four keys that say whether a layer has one `layer_types`, the one kind of sliding layers, and
-    `sliding_window` where it makes a difference.
+def _resolve_window(path: Path, settings: dict[str, Any], positions: int) -> None:
+    """Reduce the four keys about sliding windows to `layer_types`, with the single kind of sliding layers, and
+    `sliding_window`, if it is shorter than the longest text.
     """
-    if theirs.get("model_type") == MUSE and set(theirs.get("layer_types", [SLIDING])) != {FULL}:
+    if settings.get("model_type") == MUSE and set(settings.get("layer_types", [SLIDING])) != {FULL}:
         raise PipelineError(f"{path}: {MUSE} with a window, whose ends transformers counts otherwise than we do")
-    kinds, window = theirs.pop("layer_types", None), theirs.pop("sliding_window", None)
-    asked, first = theirs.pop("use_sliding_window", False), theirs.pop("max_window_layers", 28)
-    own = set(kinds[: theirs.get("num_hidden_layers", 1)] if kinds else [SLIDING if asked and not first else FULL])
-    if len(own) > 1 or not own <= {FULL, SLIDING}:
+    kinds, window = settings.pop("layer_types", None), settings.pop("sliding_window", None)
+    uses_window, first_window_layer = settings.pop("use_sliding_window", False), settings.pop("max_window_layers", 28)
+    layer_kinds = set(
+        kinds[: settings.get("num_hidden_layers", 1)]
+        if kinds
+        else [SLIDING if uses_window and not first_window_layer else FULL]
+    )
+    if len(layer_kinds) > 1 or not layer_kinds <= {FULL, SLIDING}:
         raise PipelineError(f"{path}: layer_types={kinds!r}, expected {FULL} or {SLIDING}, the same of all layers")
-    if own == {SLIDING}:
+    if layer_kinds == {SLIDING}:
         if type(window) is not int or window < 1:
             raise PipelineError(f"{path}: a {SLIDING} layer with sliding_window={window!r}, expected a positive number")
-        theirs |= {"layer_types": [SLIDING]} | ({"sliding_window": window} if window < positions else {})
+        settings |= {"layer_types": [SLIDING]} | ({"sliding_window": window} if window < positions else {})

@@ -1,4 +1,4 @@
-"""Where an artifact comes from: recipe hash, code revision, library versions, hardware. No paths, hosts or tokens."""
+"""The provenance of artifacts: recipe hash, code revision, library versions, hardware. No paths, hosts or tokens."""
 
 import hmac
 import importlib.metadata
@@ -25,16 +25,16 @@ from pipeline.recipe.load import recipe_from
 from pipeline.recipe.recipe import Recipe
 
 LIBRARIES = ("torch", "transformers", "deepspeed", "ray", "pyarrow", "safetensors")
-# Raise it where a change of code moves a measured figure: reports made before are then measured again.
-# tests/pipeline/test_golden.py fails where one moves.
+# Increase it if a change of code moves a measured figure: earlier reports are then measured again.
+# tests/pipeline/test_golden.py fails if a figure moves.
 MEASURE_VERSION = 1
-PROVENANCE, RECIPE = "provenance.json", "recipe.json"  # beside every artifact
-OWN_RECIPE = "own-recipe.json"  # beside features: with local paths
+PROVENANCE, RECIPE = "provenance.json", "recipe.json"  # next to every artifact
+OWN_RECIPE = "own-recipe.json"  # next to features, with local paths
 
 
 def revision() -> str:
-    """The checkout's commit, with "+changes" when tracked files differ from it; in a wheel, the one it was built of;
-    "unknown" outside git.
+    """Return the checkout's commit, with "+changes" if tracked files differ from it; in a wheel, the commit that it was
+    built from; "unknown" outside git.
     """
     built = ROOT / "COMMIT"  # infra/command/build_hook.py
     if built.is_file():
@@ -54,16 +54,18 @@ def revision() -> str:
 
 
 def measured_by() -> str:
-    """Return the versions of the measurement and of the libraries that decode: a report of others is measured again."""
+    """Return the versions of the measurement and of the decoding libraries; a report with others is measured again."""
     versions = [f"{library} {importlib.metadata.version(library)}" for library in ("torch", "transformers")]
     return ", ".join([f"measurement {MEASURE_VERSION}", *versions])
 
 
 def hardware(device: str) -> str:
-    """One line: for device "cpu" the processor and the cores this process may use, else the accelerator it sees."""
-    if device != "cpu" and (here := accelerator()):
+    """Return a line on the hardware: for device "cpu" the processor and the cores that this process may use, else the
+    accelerator that it sees.
+    """
+    if device != "cpu" and (device_type := accelerator()):
         count = torch.accelerator.device_count()
-        name = torch.get_device_module(here).get_device_name(here)
+        name = torch.get_device_module(device_type).get_device_name(device_type)
         return f"{count} x {name}" if device == "spread" else name + (f" (one of {count})" if count > 1 else "")
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
@@ -94,14 +96,14 @@ def provenance(recipe: Recipe, **facts: Any) -> dict[str, Any]:
 
 
 def write_provenance(folder: Path, recipe: Recipe, **facts: Any) -> None:
-    """Writes provenance.json and the resolved recipe.json, local paths cut off, into `folder`."""
+    """Write provenance.json and the resolved recipe.json, without local paths, into `folder`."""
     write_sealed(folder / PROVENANCE, provenance(recipe, **facts))
     write_sealed(folder / RECIPE, public_recipe(recipe))
 
 
 def write_own_recipe(folder: Path, recipe: Recipe) -> None:
-    """Writes the resolved recipe for commands of this user on this machine, with local paths. It is never published,
-    nor sent to a store, and no other user reads it.
+    """Write the resolved recipe, with local paths, for commands of this user on this machine. It is never published or
+    uploaded to a store, and no other user can read it.
     """
     tree = recipe.model_dump(mode="json")
     if (key := _machine_key()) is None:
@@ -112,14 +114,14 @@ def write_own_recipe(folder: Path, recipe: Recipe) -> None:
 
 
 def own_recipe(folder: Path, overrides: list[str]) -> Recipe | None:
-    """The recipe that this user wrote into this folder on this machine. None for any other: a recipe may name code, so
-    nobody else's data supplies one.
+    """Return the recipe that this user wrote into this folder on this machine; None for any other recipe, since a
+    recipe may name code that is run.
     """
-    tree = _own_tree(folder)
+    tree = _read_own_tree(folder)
     return None if tree is None else recipe_from(tree, folder / OWN_RECIPE, overrides)
 
 
-def _own_tree(folder: Path) -> dict[str, Any] | None:
+def _read_own_tree(folder: Path) -> dict[str, Any] | None:
     if not (folder / OWN_RECIPE).is_file() or (key := _machine_key()) is None:
         return None
     content = read_json(folder / OWN_RECIPE)
@@ -130,14 +132,14 @@ def _own_tree(folder: Path) -> dict[str, Any] | None:
 
 
 def _mac(key: bytes, folder: Path, tree: Any) -> str:
-    """The keyed digest of a recipe for a folder."""
+    """Return the keyed digest of a recipe for a folder."""
     message = json.dumps([str(folder.resolve()), tree], sort_keys=True)
     return hmac.new(key, message.encode(), "sha256").hexdigest()
 
 
 def _machine_key() -> bytes | None:
-    """32 random bytes in the cache folder, which no other user reads; made when they are first asked for. None where
-    the folder cannot keep such a secret: it may not be written to, or others can read what is in it.
+    """Return 32 random bytes in the cache folder, made at the first call, which no other user can read. None if the
+    folder cannot keep a secret: it is not writable, or other users can read its files.
     """
     path = cache_dir() / "machine-key"
     try:
@@ -153,32 +155,32 @@ def _machine_key() -> bytes | None:
 
 
 def public_recipe(recipe: Recipe) -> dict[str, Any]:
-    """The resolved recipe without local paths, users and queries of addresses."""
-    resolved = _changed({**recipe.model_dump(mode="json"), "output": f"runs/{recipe.name}"}, public_name)
-    if recipe.features.store:  # that there is one, not where
+    """Return the resolved recipe without local paths, users and queries of addresses."""
+    resolved = _change_texts({**recipe.model_dump(mode="json"), "output": f"runs/{recipe.name}"}, public_name)
+    if recipe.features.store:  # keep the scheme, drop the address
         resolved["features"]["store"] = recipe.features.store.partition("://")[0] + "://"
     for name in recipe.draft:
         resolved["draft"][name] |= draft_settings(recipe, name)
-    resolved["target"]["template_keywords"] = recipe.target.template_keywords  # no paths, whatever they look like
-    resolved["train"] |= dict.fromkeys(("shards", "gpus"))  # places
+    resolved["target"]["template_keywords"] = recipe.target.template_keywords  # never paths, even if they look so
+    resolved["train"] |= dict.fromkeys(("shards", "gpus"))  # settings of this machine
     return resolved
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """The recipe that lies beside an artifact. It may be a stranger's: it is shown, and proven by hashes."""
+    """The recipe next to an artifact. It may be a stranger's: it is only shown, and hashes prove it."""
 
     tree: dict[str, Any]
-    is_whole: bool  # with local paths, as this user wrote it
+    is_whole: bool  # has local paths, as this user wrote it
 
     def differences(self, recipe: Recipe, keys: Iterable[str]) -> str:
-        """Return which of these keys differ here, with both values; empty where none does."""
-        here = recipe.model_dump(mode="json") if self.is_whole else public_recipe(recipe)
-        return differences(self.tree, here, keys)
+        """Return the keys among these that differ in `recipe`, with both values; empty if none differs."""
+        current = recipe.model_dump(mode="json") if self.is_whole else public_recipe(recipe)
+        return differences(self.tree, current, keys)
 
     @property
     def layers(self) -> list[int | str] | None:
-        """The auxiliary layers that it names; None where it is no recipe of this version."""
+        """The auxiliary layers of the recipe; None if it is not a recipe of this version."""
         try:
             return layers_of(self.tree)
         except (AttributeError, KeyError, TypeError, ValueError):
@@ -186,35 +188,35 @@ class Recorded:
 
 
 def recorded(folder: Path) -> Recorded | None:
-    """Return the recipe beside an artifact; None where there is none that can be read."""
-    if (tree := _own_tree(folder)) is not None:
+    """Return the recipe next to an artifact; None if there is none that can be read."""
+    if (tree := _read_own_tree(folder)) is not None:
         return Recorded(tree, is_whole=True)
     path = folder / RECIPE
     return recorded_in(path.read_bytes()) if path.is_file() else None
 
 
 def recorded_in(content: bytes) -> Recorded | None:
-    """Return the recipe of a recipe.json; None where that cannot be read."""
+    """Return the recipe of a recipe.json; None if it cannot be read."""
     try:
         return Recorded(unsealed(content, RECIPE, ""), is_whole=False)
     except PipelineError:
         return None
 
 
-def settings_said(found: Recorded | None, recipe: Recipe, keys: Iterable[str]) -> str:
-    """Return, for a message, which keys of an artifact's recipe differ from this one's, with both values."""
-    if found is None:
-        return f"which keys differ is not known: no {RECIPE} that can be read lies beside it"
-    if differing := found.differences(recipe, keys):
+def settings_said(recorded_recipe: Recorded | None, recipe: Recipe, keys: Iterable[str]) -> str:
+    """Return, for a message, the keys of an artifact's recipe that differ from this recipe's, with both values."""
+    if recorded_recipe is None:
+        return f"which keys differ is not known: no readable {RECIPE} is next to it"
+    if differing := recorded_recipe.differences(recipe, keys):
         return differing
-    folder = "" if found.is_whole else f", or lies in another folder, which {RECIPE} does not keep"
+    folder = "" if recorded_recipe.is_whole else f", or lies in another folder, which {RECIPE} does not keep"
     return f"no key differs: a file that one names has other content{folder}"
 
 
-def _changed(value: Any, change: Callable[[str], str]) -> Any:
-    """The value with every text in it changed."""
+def _change_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return the value with `change` applied to every string in it."""
     if isinstance(value, dict):
-        return {key: _changed(item, change) for key, item in value.items()}
+        return {key: _change_texts(item, change) for key, item in value.items()}
     if isinstance(value, list):
-        return [_changed(item, change) for item in value]
+        return [_change_texts(item, change) for item in value]
     return change(value) if isinstance(value, str) else value

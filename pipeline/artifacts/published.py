@@ -1,7 +1,7 @@
-"""Drafts that are published, ours and others', fetched by repository and revision instead of trained.
+"""Published drafts, of this project and of others, which are downloaded by repository and revision, not trained.
 
-A recipe names one as ``published.NAME = "OWNER/NAME@COMMIT"``, and its kind and settings in ``[draft.NAME]``. Settings
-and weights only are fetched, never code.
+A recipe names one as ``published.NAME = "OWNER/NAME@COMMIT"``, and its kind and settings in ``[draft.NAME]``. Only
+settings and weights are downloaded, never code.
 """
 
 from collections.abc import Callable
@@ -24,34 +24,45 @@ from pipeline.recipe.untrusted import Trained, parse_untrusted
 
 
 def fetch(recipe: Recipe, say: Callable[[str], None] = print) -> None:
-    """Fetches the recipe's published drafts that are not in its run yet, and says so of each. Raises PipelineError."""
+    """Download the recipe's published drafts that are not in its run yet, with a line on each. Raises PipelineError."""
     for name in sorted(recipe.published):
-        mine = recipe.paths.draft(name)
-        if not (mine / checkpoint.CONFIG).exists():
-            if (mine / checkpoint.METRICS).exists():
-                raise PipelineError(f"{mine} holds a training that was broken off: move it away, {name} is published")
+        draft_folder = recipe.paths.draft(name)
+        if not (draft_folder / checkpoint.CONFIG).exists():
+            if (draft_folder / checkpoint.METRICS).exists():
+                raise PipelineError(
+                    f"{draft_folder} holds a training that was broken off: move it away, {name} is published"
+                )
             repository, _, revision = recipe.published[name].partition("@")
             folder = download(repository, revision)
             facts = {"repository": repository, "revision": revision}
-            take = adopt if is_ours(folder) else import_draft
-            take(folder, recipe, name, facts)
+            save_draft = adopt if is_ours(folder) else import_draft
+            save_draft(folder, recipe, name, facts)
             say(f"{name}: fetched from {repository}, revision {revision}")
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a checkpoint has this project's own form."""
+    """Return whether a checkpoint has this project's own format."""
     return "format_version" in raw_config(folder)
 
 
 def adopt(source: Path, recipe: Recipe, name: str, published: dict[str, str]) -> None:
-    """Makes a release of ours the recipe's draft `name`: the same weights, and what its training was. Raises
-    PipelineError where it is of another target or has other settings.
+    """Save a release of this project as the recipe's draft `name`, with the same weights and facts of the training.
+    Raises PipelineError if its target or its settings differ.
     """
-    saved, folder, mine = checkpoint.read_config(source), recipe.paths.draft(name), recipe.draft[name].to_json()
-    theirs = saved.config.to_json()
-    if differ := sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key)):
-        said = ", ".join(f"draft.{name}.{key}={theirs.get(key)!r} (here {mine.get(key)!r})" for key in differ)
-        raise PipelineError(f"{published['repository']} has other settings than draft.{name}: set {said}")
+    saved, folder, recipe_settings = (
+        checkpoint.read_config(source),
+        recipe.paths.draft(name),
+        recipe.draft[name].to_json(),
+    )
+    release_settings = saved.config.to_json()
+    if different_keys := sorted(
+        key for key in {*recipe_settings, *release_settings} if recipe_settings.get(key) != release_settings.get(key)
+    ):
+        assignments = ", ".join(
+            f"draft.{name}.{key}={release_settings.get(key)!r} (here {recipe_settings.get(key)!r})"
+            for key in different_keys
+        )
+        raise PipelineError(f"{published['repository']} has other settings than draft.{name}: set {assignments}")
     embed_head = load_embed_head(recipe.target)
     draft = checkpoint.load(source, embed_head.fingerprint)
     draft.name = name
@@ -63,15 +74,15 @@ def adopt(source: Path, recipe: Recipe, name: str, published: dict[str, str]) ->
 
 
 def download(repository: str, revision: str) -> Path:
-    """A folder of the cache. Raises PipelineError where the Hub does not give it."""
-    found = fetched(repository, revision, ["*.json", *WEIGHTS])
-    if any((found / name).is_file() for name in WEIGHTS) or not (names := shards(found)):
-        return found
+    """Download a draft's settings and weights into the cache, and return their folder. Raises PipelineError."""
+    folder = fetched(repository, revision, ["*.json", *WEIGHTS])
+    if any((folder / name).is_file() for name in WEIGHTS) or not (names := shards(folder)):
+        return folder
     return fetched(repository, revision, names)
 
 
 def fetched(repository: str, revision: str, names: list[str]) -> Path:
-    """A folder of the cache with the files of these names that are there. Raises PipelineError."""
+    """Return a folder of the cache with the repository's files of these names. Raises PipelineError."""
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=names))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:

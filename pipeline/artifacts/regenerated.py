@@ -1,4 +1,4 @@
-"""Answers that a target gave anew (preprocess/regenerate.py): the names of their files, and whose they are."""
+"""Answers that a target generated (preprocess/regenerate.py): the names of their files, and checks of their origin."""
 
 from pathlib import Path
 from typing import Any
@@ -12,35 +12,39 @@ REMEDY = "Run jakiro regenerate again with the recipe that made it: what is answ
 
 
 def are_of(source: str, target_fingerprint: str) -> bool:
-    """Whether a data source holds this target's own answers, as it gave them."""
+    """Return whether a data source holds this target's own answers, unchanged."""
     path = Path(source).expanduser()
     try:
-        made = _made_beside(path)
+        manifest = _read_manifest_next_to(path)
     except PipelineError:
         return False
-    return made is not None and made["made_by"].get("target") == target_fingerprint and _is_whole(path, made)
+    return (
+        manifest is not None
+        and manifest["made_by"].get("target") == target_fingerprint
+        and _is_unchanged(path, manifest)
+    )
 
 
 def require_whole(source: str) -> None:
-    """Raises PipelineError where a data source is that of a regeneration that is not finished, or has another content
-    than this wrote. A manifest.json of anything else beside it does not matter.
+    """Raise PipelineError if a data source is the result of an unfinished regeneration, or was changed since. An
+    unrelated manifest.json next to it is ignored.
     """
     path = Path(source.removeprefix("file://")).expanduser()
-    made = _made_beside(path)
-    if made and made.get("dialogues_sha256") is None:
+    manifest = _read_manifest_next_to(path)
+    if manifest and manifest.get("dialogues_sha256") is None:
         raise PipelineError(
             f"data.source {path}: its regeneration is not finished ({MANIFEST} has no dialogues_sha256), so these are "
             f"dialogues of an earlier one. {REMEDY}"
         )
-    if made and not _is_whole(path, made):
+    if manifest and not _is_unchanged(path, manifest):
         raise PipelineError(
             f"data.source {path} was changed or damaged after it was written: its SHA-256 is not that in {MANIFEST}. "
             f"{REMEDY}. To train on a file that you changed, move it away from the manifest"
         )
 
 
-def _made_beside(path: Path) -> dict[str, Any] | None:
-    """What the manifest beside a regeneration's dialogues says; None where these are no such dialogues."""
+def _read_manifest_next_to(path: Path) -> dict[str, Any] | None:
+    """Return the manifest next to a regeneration's dialogues; None if the file is not a regeneration's."""
     manifest = path.with_name(MANIFEST)
     if path.name != DIALOGUES or not path.is_file() or not manifest.is_file():
         return None
@@ -51,5 +55,5 @@ def _made_beside(path: Path) -> dict[str, Any] | None:
     return made if isinstance(made.get("made_by"), dict) else None
 
 
-def _is_whole(path: Path, made: dict[str, Any]) -> bool:
-    return made.get("dialogues_sha256") == known_sha256(path)
+def _is_unchanged(path: Path, manifest: dict[str, Any]) -> bool:
+    return manifest.get("dialogues_sha256") == known_sha256(path)

@@ -1,8 +1,8 @@
-"""What is known of a finished run by its files: the rows of all its instruments, the report of what else a reader of
-them wants, the trees that were tuned, the release's own list.
+"""The result files of a finished run: the rows of all its instruments, the report with further facts for a reader, the
+tuned trees, and the release's list of files.
 
-Guarantee: what was changed or damaged after it was written is refused by name, and names of files lead to no place
-outside the folder where they are.
+Guarantees: a file that was changed or damaged after it was written is refused by name, and names of files never lead
+outside their folder.
 """
 
 import json
@@ -49,7 +49,7 @@ Number = int | float
 
 @dataclass(frozen=True)
 class Row:
-    """One figure that one instrument measured. Tables, plots and comparisons are views of such rows."""
+    """A figure that an instrument measured. Tables, plots and comparisons are views of such rows."""
 
     instrument: str  # "decoded", "predicted", "served", "pruned"
     method: str
@@ -60,22 +60,20 @@ class Row:
     interval: list[Number] | None = None  # 95%, over prompts
     counts: dict[str, list[Number]] = field(default_factory=dict)  # by prompt: numerator and denominator of the value
     answers: dict[str, str] = field(default_factory=dict)  # by prompt: a digest of the target's own answers
-    setting: dict[str, Any] = field(default_factory=dict)  # what else it depends on: learning rate, concurrency, ...
+    setting: dict[str, Any] = field(default_factory=dict)  # other settings: learning rate, concurrency, ...
     origin: dict[str, Any] = field(default_factory=dict)  # run, seed, hardware, draft, its weights, recipe, code
-    details: dict[str, Any] = field(
-        default_factory=dict
-    )  # of "lossless": what the gate counted; of "tau": answers, ...
+    details: dict[str, Any] = field(default_factory=dict)  # of "lossless": the gate's counts; of "tau": answers, ...
 
 
 _ROW = TypeAdapter(Row)
 
 
 def origin_of(recipe: Recipe, draft: str, **facts: Any) -> dict[str, Any]:
-    """Where a draft's rows of results come from."""
-    found = provenance(recipe)
+    """Return the origin of a draft's rows of results."""
+    run_facts = provenance(recipe)
     origin = {"run": recipe.name, "seed": recipe.seed, "draft": draft}
     origin["hash_but_seed"] = run_hash(recipe.model_copy(update={"seed": 0}))
-    origin |= {key: found[key] for key in ("hardware", "recipe_hash", "code_revision")}
+    origin |= {key: run_facts[key] for key in ("hardware", "recipe_hash", "code_revision")}
     origin["target"] = digest(asdict(identify(recipe.target)))
     if draft in recipe.trained:
         saved = checkpoint.read_config(recipe.paths.draft(draft))
@@ -84,24 +82,26 @@ def origin_of(recipe: Recipe, draft: str, **facts: Any) -> dict[str, Any]:
 
 
 def put_rows(folder: Path, rows: list[Row], whole: bool = False) -> None:
-    """Adds rows to a run's table (results.jsonl in its eval folder), in place of those that the same instrument wrote
-    of the same methods; `whole`: in place of all that it wrote. Instruments that finish together take turns. Raises
-    PipelineError for a damaged table.
+    """Add rows to a run's table (results.jsonl in its eval folder). They replace the same instrument's rows of the same
+    methods; with `whole`, all rows of the instrument. Concurrent instruments take turns. Raises PipelineError for a
+    damaged table.
     """
     instruments, methods = {row.instrument for row in rows}, {row.method for row in rows}
     with in_turn(folder / ROWS):
         before = read_rows(folder)
-        kept = [row for row in before if row.instrument not in instruments or not (whole or row.method in methods)]
-        write_rows(folder, [*kept, *rows])
+        kept_rows = [row for row in before if row.instrument not in instruments or not (whole or row.method in methods)]
+        write_rows(folder, [*kept_rows, *rows])
 
 
 def write_rows(folder: Path, rows: list[Row]) -> None:
-    """The whole table anew."""
+    """Write the complete table, replacing the old one."""
     write_text(folder / ROWS, sealed_lines(map(asdict, rows)))
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """Empty where nothing was measured. Raises PipelineError for a damaged table, or one of another version."""
+    """Return the rows of a table; an empty list if nothing was measured. Raises PipelineError for a damaged table, or a
+    table of another version.
+    """
     again = (
         f"Remove the file and {folder / REPORT}, and run the commands that measured again: prompts that are decoded "
         "are kept"
@@ -120,12 +120,12 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def digest_of(rows: list[Row]) -> str:
-    """By it a report knows the rows that were measured with it."""
+    """Return the digest that ties a report to its rows."""
     return digest([asdict(row) for row in rows])
 
 
 def measured_rows(folder: Path, report: dict[str, Any]) -> list[Row]:
-    """The figures of a report. Raises PipelineError where the table holds others, or not all."""
+    """Return the figures of a report. Raises PipelineError if the table holds other rows, or not all of them."""
     rows = [row for row in read_rows(folder) if row.instrument == "decoded"]
     if digest_of(rows) != report["rows"]:
         raise PipelineError(
@@ -136,27 +136,27 @@ def measured_rows(folder: Path, report: dict[str, Any]) -> list[Row]:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """What eval/main.py wrote beside its rows. Raises PipelineError."""
-    found = read_sealed(path, _AGAIN)
-    if missing := [key for key in _KEYS if key not in found]:
+    """Return the report that eval/main.py wrote next to its rows. Raises PipelineError."""
+    report = read_sealed(path, _AGAIN)
+    if missing := [key for key in _KEYS if key not in report]:
         again = "Remove it and run jakiro eval RECIPE again"
         raise PipelineError(f"{path} has no {missing[0]!r}: it is of another version. {again}")
-    _require_methods(path, found["drafts"], _AGAIN)
-    for plot in found["plots"]:  # name -> SHA-256
+    _require_methods(path, report["drafts"], _AGAIN)
+    for plot in report["plots"]:  # name -> SHA-256
         if not is_plain(plot) or not plot.endswith(".png"):
             raise PipelineError(f"{path}: {plot!r} is no name of a plot beside it. {_AGAIN}")
-    return found
+    return report
 
 
 def read_tuned_trees(path: Path) -> dict[str, dict[str, Any]]:
-    """By method, what eval/tune.py found out; empty when it never ran. Raises PipelineError."""
-    found = read_sealed(path, _TUNE) if path.exists() else {}
-    _require_methods(path, found, _TUNE)
-    return found
+    """Return the results of eval/tune.py, by method; an empty dict if it never ran. Raises PipelineError."""
+    entries = read_sealed(path, _TUNE) if path.exists() else {}
+    _require_methods(path, entries, _TUNE)
+    return entries
 
 
 def method_of(facts: dict[str, Any]) -> Method:
-    """What an entry under a report's "drafts", or one of a tuned file, is of."""
+    """Return the method of an entry under a report's "drafts", or of a tuned file's entry."""
     return from_json(Method, facts["method"])
 
 
@@ -169,55 +169,55 @@ def _require_methods(path: Path, entries: dict[str, dict[str, Any]], instruction
 
 
 def read_release(folder: Path) -> dict[str, dict[str, str]]:
-    """The release's list of its own files: name -> SHA-256 under "files", and under "pending" those that were being put
-    there when a release was broken off. Both are empty where there is no such file. Raises PipelineError.
+    """Return the release's list of its files: name -> SHA-256 under "files", and under "pending" the files that an
+    interrupted release was writing. Both are empty if there is no list. Raises PipelineError.
     """
     path = folder / RELEASE
-    found = read_sealed(path, _MOVE) if path.exists() else {"files": {}, "pending": {}}
+    release = read_sealed(path, _MOVE) if path.exists() else {"files": {}, "pending": {}}
     for listed in ("files", "pending"):
-        if odd := [name for name in found.get(listed, [None]) if not is_inside(name)]:
+        if odd := [name for name in release.get(listed, [None]) if not is_inside(name)]:
             raise PipelineError(f"{path}: {odd[0]!r} in {listed!r} is no name of a file beside it. {_MOVE}")
-    return found
+    return release
 
 
 def eval_state(recipe: Recipe) -> tuple[bool, str]:
-    """Whether the release's report was measured under this recipe, by this version of the measurement, on the weights
-    that are in the draft folders now; and a line for the user.
+    """Return whether the release's report was measured with this recipe, this version of the measurement and the
+    weights that are in the draft folders now; and a line for the user.
     """
     path = recipe.paths.release / REPORT
     if not path.exists() or read_release(recipe.paths.release)["pending"]:
         return False, "no release"
-    found = read_report(path)
-    if found["provenance"]["recipe_hash"] != run_hash(recipe):
+    report = read_report(path)
+    if report["provenance"]["recipe_hash"] != run_hash(recipe):
         keys = settings_said(recorded(recipe.paths.release), recipe, release_keys(recipe))
         return False, f"release of other settings: {keys}"
     target = identify_if_here(recipe.target)
-    if target and (other := target.differences(found["target_identity"])):
-        return False, f"release of what the target was before: {'; '.join(other)}"
-    if found.get("code") != measured_by():
+    if target and (changes := target.differences(report["target_identity"])):
+        return False, f"release of what the target was before: {'; '.join(changes)}"
+    if report.get("code") != measured_by():
         return False, f"release that was not measured by {measured_by()}"
-    if read_tuned_trees(recipe.paths.tuned) != found.get("tuned"):
+    if read_tuned_trees(recipe.paths.tuned) != report.get("tuned"):
         return False, "release without the tuned trees"
-    for facts in found["drafts"].values():
+    for facts in report["drafts"].values():
         method = method_of(facts)
         if not set(method.sources) <= set(recipe.draft):
             return False, "release of other drafts"
         if facts["corpora"] != list(corpora_of(recipe.draft[name] for name in method.sources)):
             return False, "release of another corpus"
         folder = recipe.paths.draft(method.draft)
-        known = (folder / checkpoint.CONFIG).exists() and checkpoint.read_config(folder).weights_sha256
-        if recipe.draft[method.draft].trained and known != facts["weights_sha256"]:
+        weights_sha256 = (folder / checkpoint.CONFIG).exists() and checkpoint.read_config(folder).weights_sha256
+        if recipe.draft[method.draft].trained and weights_sha256 != facts["weights_sha256"]:
             return False, "release of other weights"
     return True, f"release in {recipe.paths.release}/"
 
 
 def is_inside(name: Any) -> bool:
-    """Whether it names a file in a folder or in one of its folders, and no other place."""
+    """Return whether `name` is a file in a folder or its subfolders, and nothing outside of it."""
     return isinstance(name, str) and all(map(is_plain, name.split("/")))
 
 
 def is_plain(name: Any) -> bool:
-    """Whether it names a file in a folder, and no other place."""
+    """Return whether `name` is the plain name of a file, without a path."""
     return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
@@ -225,8 +225,8 @@ def is_plain(name: Any) -> bool:
 
 
 def mean_speedups(rows: list[Row], contexts: Container[str]) -> dict[str, float]:
-    """Return each method's geometric mean of speed-ups. `contexts`: benchmarks that repeat others behind longer texts;
-    they count where there are no others.
+    """Return each method's geometric mean of speed-ups. `contexts`: benchmarks that repeat others after longer texts;
+    they count only if there are no others.
     """
     counted = [row for row in rows if row.figure == "speedup" and row.value]
     counted = [row for row in counted if row.benchmark not in contexts] or counted
@@ -237,15 +237,15 @@ def mean_speedups(rows: list[Row], contexts: Container[str]) -> dict[str, float]
 
 
 def released_method(recipe: Recipe, measured: dict[str, Any], rows: list[Row]) -> str:
-    """Return how the released draft decodes by default: of the recipe's tree and the tuned one, with secondary sources
-    and without, what was measured to be fastest, whatever it does at other context lengths. What copies from a text
-    that is not released cannot be.
+    """Return the default method of the released draft: the fastest measured one, with the recipe's tree or the tuned
+    one, with secondary sources or without; other context lengths do not count. A method that copies from a corpus,
+    which is not released, is excluded.
     """
     return _fastest(recipe, measured, rows, lambda facts: not facts["corpora"])
 
 
 def alone(recipe: Recipe, measured: dict[str, Any], rows: list[Row]) -> str:
-    """Return the released draft's fastest method without secondary sources: what its own figures are."""
+    """Return the released draft's fastest method without secondary sources, which gives the draft's own figures."""
     return _fastest(recipe, measured, rows, lambda facts: not method_of(facts).secondary)
 
 
@@ -263,8 +263,8 @@ def faster_drafts(recipe: Recipe, measured: dict[str, Any], rows: list[Row]) -> 
     best: dict[str, str] = {}  # by draft, its fastest method
     for name in sorted(measured["drafts"], key=lambda name: speeds.get(name, 0)):
         best[method_of(measured["drafts"][name]).draft] = name
-    others = [name for draft, name in best.items() if draft != recipe.publish.draft]
-    faster = [name for name in reversed(others) if speeds.get(name, 0) > speeds.get(released, 1)]
+    other_methods = [name for draft, name in best.items() if draft != recipe.publish.draft]
+    faster = [name for name in reversed(other_methods) if speeds.get(name, 0) > speeds.get(released, 1)]
     if not faster:
         return ""
     names = ", ".join(f"`{name}` ({speeds[name]:.2f}x)" for name in faster)

@@ -1,8 +1,8 @@
-"""Weights as others save them: safetensors, pickles, several files with an index.
+"""Weights from other projects: safetensors, pickles, several files with an index.
 
-A pickle becomes safetensors in a process of its own: python -m pipeline.artifacts.unpickle IN OUT SECONDS. torch reads
-nothing but tensors (`weights_only`); the process ends with the file, whatever it held, and takes no more memory, disk
-and CPU time than weights of the file's size need. The one place of the project where a pickle is read.
+A pickle is converted to safetensors in a process of its own: python -m pipeline.artifacts.unpickle IN OUT SECONDS.
+torch reads nothing but tensors (`weights_only`); the process ends after the file, and may use no more memory, disk and
+CPU time than weights of the file's size need. No other code of the project reads a pickle.
 """
 
 import math
@@ -29,16 +29,16 @@ WEIGHTS = (
     *("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt"),
 )
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")  # of weights in several files
-SECONDS, SPEED = 60, 10_000_000  # of CPU time that a pickle may take, and one more for each so many bytes
-PATIENCE = 10  # times as long, by the clock: a disk may be slow
-MULTIPLE = 4  # of the file's size, at most, that its tensors come to: one may stand under several names
-SLACK = 1 << 30  # bytes of memory that reading takes whatever the size
+SECONDS, SPEED = 60, 10_000_000  # CPU seconds that a pickle may take, plus one for each SPEED bytes of the file
+PATIENCE = 10  # wall-clock time may be this many times the CPU time, since a disk may be slow
+MULTIPLE = 4  # tensors may take this many times the file's size, since several names may share a tensor
+SLACK = 1 << 30  # bytes of memory that reading takes for a file of any size
 
 
 def weights_files(source: Path) -> list[Path]:
-    """One, or several that an index lists. Raises PipelineError where they are not there."""
-    found = [source / name for name in WEIGHTS if (source / name).is_file()]
-    files = found[:1] or [source / name for name in shards(source)]
+    """Return the file with the weights, or the files that an index lists. Raises PipelineError if they are missing."""
+    existing = [source / name for name in WEIGHTS if (source / name).is_file()]
+    files = existing[:1] or [source / name for name in shards(source)]
     if not files:
         raise PipelineError(f"{source} holds none of {', '.join((*WEIGHTS, *INDICES))}")
     if missing := [file.name for file in files if not file.is_file()]:
@@ -47,33 +47,33 @@ def weights_files(source: Path) -> list[Path]:
 
 
 def shards(source: Path) -> list[str]:
-    """The names that an index of weights lists, if there is one. Raises PipelineError for names of other places."""
+    """Return the file names in an index of weights, or an empty list without one. Raises PipelineError for paths."""
     for name in INDICES:
         if (path := source / name).is_file():
             listed = as_object(f"{path}: weight_map", read_json(path).get("weight_map"))
             names = sorted({str(file) for file in listed.values()})
             if odd := [file for file in names if not re.fullmatch(r"\w[\w.-]*\.(safetensors|bin)", file)]:
-                raise PipelineError(f"{path} lists {odd[0]!r}: expected names of files beside it")
+                raise PipelineError(f"{path} lists {odd[0]!r}: expected names of files next to it")
             return names
     return []
 
 
 def as_object(where: str, value: Any) -> dict[str, Any]:
-    """Raises PipelineError for anything but an object of JSON."""
+    """Return `value`. Raises PipelineError if it is not a JSON object."""
     if not isinstance(value, dict):
         raise PipelineError(f"{where} holds a {type(value).__name__}, expected an object")
     return value
 
 
 def read_weights(files: list[Path]) -> dict[str, Tensor]:
-    """Raises PipelineError where they cannot be read."""
-    found: dict[str, Tensor] = {}
+    """Return the tensors of all files, by name. Raises PipelineError if a file cannot be read."""
+    tensors: dict[str, Tensor] = {}
     for file in files:
-        more = _read(file)
-        if twice := sorted(set(found) & set(more)):
+        part = _read(file)
+        if twice := sorted(set(tensors) & set(part)):
             raise PipelineError(f"{file} holds {twice[0]}, which another file of its index holds, too")
-        found |= more
-    return found
+        tensors |= part
+    return tensors
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -82,32 +82,32 @@ def _read(path: Path) -> dict[str, Tensor]:
             return load_file(path)
         with tempfile.TemporaryDirectory() as folder:
             converted = Path(folder) / "model.safetensors"
-            _unpickle(path.resolve(), converted)
+            _convert(path.resolve(), converted)
             return load_file(converted)
     except SafetensorError as error:
         raise PipelineError(f"{path} cannot be read: {error}") from None
 
 
-def _unpickle(path: Path, converted: Path) -> None:
-    """Raises PipelineError where the file does not hold weights alone, or asks for more than weights of its size do."""
+def _convert(path: Path, converted: Path) -> None:
+    """Convert a pickle. Raises PipelineError if it holds anything but weights, or needs more than such weights do."""
     seconds = SECONDS + path.stat().st_size // SPEED
     command = [sys.executable, "-m", "pipeline.artifacts.unpickle", str(path), str(converted), str(seconds)]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, errors="replace", check=False, cwd=ROOT, timeout=PATIENCE * seconds
         )
     except subprocess.TimeoutExpired:
         reason = f"it took more than {PATIENCE * seconds} seconds, far more than weights of its size do"
     else:
-        if not done.returncode:
+        if not process.returncode:
             return
-        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        if done.returncode == -signal.SIGXCPU:
+        reason = (process.stderr.strip().splitlines() or ["no message"])[-1]
+        if process.returncode == -signal.SIGXCPU:
             reason = f"it took more than {seconds} seconds of CPU time, far more than weights of its size do"
-        elif done.returncode < 0:
+        elif process.returncode < 0:
             reason = (
-                f"the process that read it was ended by {signal.Signals(-done.returncode).name}: it is damaged, made "
-                "to harm, or this machine is short of memory"
+                f"the process that read it was ended by {signal.Signals(-process.returncode).name}: it is damaged, "
+                "made to harm, or this machine is short of memory"
             )
     raise PipelineError(f"{path} cannot be read as weights alone: {reason}")
 
@@ -116,7 +116,7 @@ def _unpickle(path: Path, converted: Path) -> None:
 
 
 def limit_resources(size: int, seconds: int) -> None:
-    """Of this process, from now on. torch reads on one thread: each other one would reserve memory for itself."""
+    """Limit the resources of this process from now on. torch reads on one thread, since each thread reserves memory."""
     torch.set_num_threads(1)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     for kind, most in (
@@ -129,15 +129,15 @@ def limit_resources(size: int, seconds: int) -> None:
         resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def tensors_of(found: object) -> dict[str, Tensor]:
-    """By name. Ends the process with a message where there is anything else."""
-    if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):  # a trainer's checkpoint
-        found = found["state_dict"]
-    if not isinstance(found, dict):
-        sys.exit(f"it holds a value of type {type(found).__name__}, expected tensors by name")
-    if odd := [name for name, value in found.items() if not isinstance(value, Tensor)]:
-        sys.exit(f"{odd[0]!r} holds a value of type {type(found[odd[0]]).__name__}, expected tensors by name")
-    return found
+def tensors_of(content: object) -> dict[str, Tensor]:
+    """Return the tensors by name. Ends the process with a message if there is anything else."""
+    if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):  # a trainer's checkpoint
+        content = content["state_dict"]
+    if not isinstance(content, dict):
+        sys.exit(f"it holds a value of type {type(content).__name__}, expected tensors by name")
+    if odd := [name for name, value in content.items() if not isinstance(value, Tensor)]:
+        sys.exit(f"{odd[0]!r} holds a value of type {type(content[odd[0]]).__name__}, expected tensors by name")
+    return content
 
 
 def main(source: Path, target: Path, seconds: int) -> None:

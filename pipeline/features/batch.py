@@ -1,9 +1,9 @@
-"""From dialogues to a training batch. The one shift by one of the whole project is in this file.
+"""Training batches, made of dialogues. This file has the project's only shift by one.
 
 Input i is the pair (f_i, t_{i+1}). A position is an input, from which something is predicted, and the place p of its
 label: f_p, and hence the distribution of t_{p+1}. Positions follow from the text alone, before any state exists. They
-come in groups, which the losses of a group share. The groups of EAGLE and Medusa are horizons: the label of input i is
-f_{i+h}.
+come in groups; all losses of a group use the same positions. The groups of EAGLE and Medusa are horizons: the label of
+input i is f_{i+h}.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeline.basics.accelerator import sent
-from pipeline.features.schema import Row, decoded
+from pipeline.features.schema import Row, dequantise
 
 Group = int | str  # a horizon, or a name
 Seed = tuple[int, ...]
@@ -35,32 +35,32 @@ class Positions:
 
 
 class ChoosesPositions(Protocol):
-    """What a batch is made for; a draft's objective is one."""
+    """The interface that a batch is built for; a draft's objective implements it."""
 
     def positions(self, ids: np.ndarray, loss_mask: np.ndarray, seed: Seed = ()) -> dict[Group, Positions]:
-        """By group, of a dialogue of T tokens: inputs below T - 1, labels below T. A function of the text and the seed,
-        which differs by step and dialogue: what is drawn, is drawn from it, so that a resumed run and any number of
-        ranks draw the same.
+        """Return, by group, the positions of a dialogue of T tokens: inputs below T - 1, labels below T. They depend on
+        the text and the seed only. The seed differs by step and dialogue, and everything random is drawn from it, so
+        a resumed run and any number of ranks draw the same.
         """
 
 
 @dataclass(frozen=True)
 class Horizons:
-    """Every trained input, for each horizon; nothing is drawn."""
+    """Every trained input, for each horizon; nothing is random."""
 
     horizons: Sequence[int]
 
     def positions(self, ids: np.ndarray, loss_mask: np.ndarray, seed: Seed = ()) -> dict[Group, Positions]:
-        found: dict[Group, Positions] = {}
+        positions: dict[Group, Positions] = {}
         for horizon in self.horizons:
             inputs = torch.from_numpy(trained(loss_mask, horizon).nonzero()[0])
-            found[horizon] = Positions(inputs, inputs + horizon)
-        return found
+            positions[horizon] = Positions(inputs, inputs + horizon)
+        return positions
 
 
 def trained(loss_mask: np.ndarray, horizon: int) -> np.ndarray:
-    """Which inputs i = 0 .. T-2 have a loss at `horizon`, as bool [T-1]: those whose t_{i+1+h} exists and is the
-    assistant's.
+    """Return a mask, bool [T-1], of the inputs i = 0 .. T-2 that have a loss at `horizon`: those whose t_{i+1+h} exists
+    and was written by the assistant.
     """
     inputs = len(loss_mask) - 1
     out = np.zeros(inputs, dtype=bool)
@@ -68,31 +68,31 @@ def trained(loss_mask: np.ndarray, horizon: int) -> np.ndarray:
     return out
 
 
-def counts(found: Sequence[dict[Group, Positions]]) -> dict[Group, int]:
-    """How many positions each group has in some dialogues: a global batch's totals."""
+def counts(dialogues: Sequence[dict[Group, Positions]]) -> dict[Group, int]:
+    """Return the number of positions of each group in these dialogues: the totals of a global batch."""
     out: dict[Group, int] = {}
-    for one in found:
-        for group, positions in one.items():
+    for groups in dialogues:
+        for group, positions in groups.items():
             out[group] = out.get(group, 0) + len(positions)
     return out
 
 
 @dataclass(frozen=True)
 class Noise:
-    """What is added to one dialogue's input features, never to its labels: uniform within +-half_width.
+    """Uniform noise within +-half_width, added to one dialogue's input features and never to its labels.
 
-    It depends on the seed alone, not on the rank that draws it or on the dialogue's neighbours in a batch. Devices of
-    another kind may draw other numbers from the seed.
+    It depends on the seed alone, not on the rank that draws it or on the dialogue's neighbours in a batch. A different
+    kind of device may draw different numbers from the same seed.
     """
 
     row: int
-    first: int  # input
-    inputs: int
+    first: int  # number of the dialogue's first input in the row
+    inputs: int  # number of inputs
     half_width: float
     seed: tuple[int, ...]
 
     def drawn(self, width: int, device: torch.device) -> Tensor:
-        """float32 [inputs, width]"""
+        """Return the noise, float32 [inputs, width]."""
         shape = self.inputs, width
         if device.type == "cpu":
             values = torch.from_numpy(np.random.default_rng(self.seed).random(shape, dtype=np.float32))
@@ -103,94 +103,100 @@ class Noise:
         return values.mul_(2).sub_(1).mul_(float(np.float32(self.half_width)))
 
     def add_to(self, hidden_BTD: Tensor) -> None:
-        """To float32."""
+        """Add the noise in place to float32 states."""
         part_TD = hidden_BTD[self.row, self.first : self.first + self.inputs]
         part_TD += self.drawn(part_TD.shape[1], part_TD.device)
 
 
 @dataclass(frozen=True)
-class Rows:
-    """What is trained of a batch, as numbers below B T, and numbers of labels; all but `ends` where the batch is."""
+class LossRows:
+    """The trained inputs and labels of a batch, as numbers below B T. All but `ends` are on the batch's device."""
 
-    labels: Tensor  # those that any group has [M], ascending
+    labels: Tensor  # the labels of all groups [M], ascending
     inputs: dict[Group, Tensor]  # by group: its inputs
-    among: dict[Group, Tensor]  # by group: its labels' numbers among the M
-    ends: dict[Group, list[int]]  # by group: how many of these lie before each chunk, and before the end
+    among: dict[Group, Tensor]  # by group: the indices of its labels in `labels`
+    ends: dict[Group, list[int]]  # by group: the number of its labels before each chunk, and before the end
 
 
 @dataclass
 class Batch:
-    """B rows padded on the right, each of one dialogue or of several, packed one behind the other. T counts inputs: one
+    """B rows padded on the right; each holds one dialogue, or several, packed one after the other. T counts inputs: one
     less than a dialogue's tokens.
     """
 
     hidden_BTD: Tensor  # f_i
     tokens_BT: Tensor  # t_{i+1}
     labels_BTD: Tensor  # f_{i+1}
-    # These stay on the host, wherever the rest is: nobody has to ask a device which positions are trained, or how many.
+    # These stay on the host, so that the host knows without a copy which positions are trained, and how many.
     positions: dict[Group, Positions]
     totals: dict[Group, int]  # positions of the WHOLE global batch, by group
-    begins_BT: Tensor | None = None  # place of the first input of i's dialogue; None where each row is one dialogue
-    auxiliary_BTSD: Tensor | None = None  # what the target's auxiliary layers put out at t_i, where a draft wants them
+    begins_BT: Tensor | None = None  # index of the first input of i's dialogue; None if each row is one dialogue
+    auxiliary_BTSD: Tensor | None = None  # outputs of the target's auxiliary layers at t_i, if the draft uses them
     before_BT: Tensor | None = None  # t_i
     step: int = 0  # of the optimiser
     documents: list[list[str]] = field(default_factory=list)  # each row's document ids
-    # What `to` does: float8 is multiplied, by name of its states; noise is added.
+    # Applied by `to`: the scales of float8 states, by the field that they belong to, and the noise.
     scales: dict[str, Tensor] = field(default_factory=dict)
     noise: list[Noise] = field(default_factory=list)
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         names = ("hidden_BTD", "tokens_BT", "labels_BTD", "begins_BT", "auxiliary_BTSD", "before_BT")
         tensors: Any = {name: x if (x := getattr(self, name)) is None else change(x) for name in names}
         return replace(self, **tensors, scales={name: change(scale) for name, scale in self.scales.items()})
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
-        """There, whole: decoded, with its noise, then floating numbers rounded to `dtype`."""
-        there = self._each(lambda x: x.to(device, non_blocking=True))
-        states: Any = {name: decoded(getattr(there, name), scale) for name, scale in there.scales.items()}
-        there = replace(there, **states, scales={}, noise=[])
+        """Return the batch on a device: float8 decoded, noise added, then floating-point values rounded to `dtype`."""
+        batch = self._map(lambda x: x.to(device, non_blocking=True))
+        states: Any = {name: dequantise(getattr(batch, name), scale) for name, scale in batch.scales.items()}
+        batch = replace(batch, **states, scales={}, noise=[])
         if self.noise:
-            there.hidden_BTD = there.hidden_BTD.to(torch.float32, copy=True)
-        for one in self.noise:
-            one.add_to(there.hidden_BTD)
-        return there._each(lambda x: x.to(dtype) if x.is_floating_point() else x)
+            batch.hidden_BTD = batch.hidden_BTD.to(torch.float32, copy=True)
+        for noise in self.noise:
+            noise.add_to(batch.hidden_BTD)
+        return batch._map(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
     def pinned(self) -> "Batch":
-        """In memory that a GPU reads by itself, so that `to` does not wait."""
-        return self._each(Tensor.pin_memory)
+        """Return the batch in page-locked memory, from which `to` copies to a GPU without blocking."""
+        return self._map(Tensor.pin_memory)
 
     @property
     def states(self) -> list[Tensor]:
-        """All that came from shards, a row first."""
-        found = [x for x in (self.hidden_BTD, self.labels_BTD, self.auxiliary_BTSD) if x is not None]
-        return [x.float() if x.dtype == torch.float8_e4m3fn else x for x in found]
+        """The states that came from shards; dimension 0 is the row."""
+        tensors = [x for x in (self.hidden_BTD, self.labels_BTD, self.auxiliary_BTSD) if x is not None]
+        return [x.float() if x.dtype == torch.float8_e4m3fn else x for x in tensors]
 
     @property
     def following_BT(self) -> Tensor:
-        """The token that each label's distribution is of, in the text itself: that after f_{i+1} is t_{i+2}."""
-        return self.tokens_BT.roll(-1, 1)  # where it does not exist nothing is trained, or recipes refuse losses of it
+        """The token that each label's distribution predicts, taken from the text: after f_{i+1} comes t_{i+2}."""
+        # Inputs without such a token are not trained, or recipes refuse losses that use it.
+        return self.tokens_BT.roll(-1, 1)
 
-    def rows(self, groups: Sequence[Group], chunk: int) -> Rows:
-        """What losses of these groups answer, in chunks of so many labels. Worked out on the host, and sent at once:
-        the device is not asked.
+    def rows(self, groups: Sequence[Group], chunk: int) -> LossRows:
+        """Return the rows that the losses of these groups are computed on, in chunks of `chunk` labels. They are
+        computed on the host and copied once, so the host never waits for the device.
         """
         chosen = {group: self.positions[group] for group in groups}
-        answered = torch.zeros(self.tokens_BT.numel(), dtype=torch.bool)
-        for one in chosen.values():
-            answered[one.labels] = True
-        labels, number = answered.nonzero()[:, 0], answered.cumsum(0) - 1
-        inputs = {group: one.inputs for group, one in chosen.items()}
-        among = {group: number[one.labels] for group, one in chosen.items()}
+        is_label = torch.zeros(self.tokens_BT.numel(), dtype=torch.bool)
+        for positions in chosen.values():
+            is_label[positions.labels] = True
+        labels, number = is_label.nonzero()[:, 0], is_label.cumsum(0) - 1
+        inputs = {group: positions.inputs for group, positions in chosen.items()}
+        label_indices = {group: number[positions.labels] for group, positions in chosen.items()}
         firsts = torch.arange(0, len(labels) + chunk, chunk)
-        ends = {group: torch.searchsorted(numbers, firsts).tolist() for group, numbers in among.items()}
-        all_of = [labels, *inputs.values(), *among.values()]
-        there, *more = sent(torch.cat(all_of), self.labels_BTD.device).split([len(part) for part in all_of])
-        of_inputs, of_among = more[: len(inputs)], more[len(inputs) :]
-        return Rows(there, dict(zip(inputs, of_inputs, strict=True)), dict(zip(among, of_among, strict=True)), ends)
+        chunk_ends = {group: torch.searchsorted(numbers, firsts).tolist() for group, numbers in label_indices.items()}
+        tensors = [labels, *inputs.values(), *label_indices.values()]
+        labels_M, *parts = sent(torch.cat(tensors), self.labels_BTD.device).split([len(part) for part in tensors])
+        input_parts, label_parts = parts[: len(inputs)], parts[len(inputs) :]
+        return LossRows(
+            labels_M,
+            dict(zip(inputs, input_parts, strict=True)),
+            dict(zip(label_indices, label_parts, strict=True)),
+            chunk_ends,
+        )
 
     def sums_by_dialogue(self, values_BTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return sums over a dialogue's inputs that predict the next token (N, E), and how many these are (N); a
-        dialogue is a number below B T.
+        """Return the sums over each dialogue's inputs that predict the next token (N, E), and the number of these
+        inputs (N). A dialogue is numbered by its first input, below B T.
         """
         inputs_M = sent(self.positions[1].inputs, values_BTE.device)
         size, width = self.tokens_BT.numel(), self.tokens_BT.shape[1]
@@ -202,8 +208,8 @@ class Batch:
         return sums_NE, values_BTE.new_zeros(size).index_add(0, of_M, values_BTE.new_ones(len(of_M)))
 
     def emptied(self) -> "Batch":
-        """The same shape without content: its losses and gradients are 0."""
-        empty = self._each(lambda x: torch.zeros_like(x) if x.is_floating_point() else x)
+        """Return a batch of the same shape without content: its losses and gradients are 0."""
+        empty = self._map(lambda x: torch.zeros_like(x) if x.is_floating_point() else x)
         none = torch.zeros(0, dtype=torch.long)
         return replace(empty, positions={group: Positions(none, none) for group in self.positions})
 
@@ -211,7 +217,7 @@ class Batch:
 def collate(
     rows: Sequence[Row], objective: ChoosesPositions, totals: dict[Group, int], auxiliary: Sequence[int] = ()
 ) -> Batch:
-    """A batch of one dialogue a row."""
+    """Return a batch of one dialogue a row."""
     positions = (objective.positions(row.input_ids, row.loss_mask) for row in rows)
     return replace(collate_packed([[row] for row in rows], positions, totals, auxiliary), begins_BT=None)
 
@@ -223,16 +229,16 @@ def collate_packed(
     auxiliary: Sequence[int] = (),
     width: int = 0,
 ) -> Batch:
-    """Pads, to at least `width` inputs, and shifts. States stay as they are stored. `positions` yields each dialogue's.
-    `auxiliary`: which of the rows' auxiliary states.
+    """Return a batch of rows of packed dialogues, padded to at least `width` inputs and shifted. States stay as they
+    are stored. `positions` yields the positions of each dialogue. `auxiliary`: indices of the auxiliary states to use.
     """
     inputs = max(width, max(sum(len(row.input_ids) - 1 for row in rows) for rows in packed))
-    shape, one = (len(packed), inputs), packed[0][0]
-    hidden = torch.zeros(*shape, one.hidden_TD.shape[1], dtype=one.hidden_TD.dtype)
+    shape, first_row = (len(packed), inputs), packed[0][0]
+    hidden = torch.zeros(*shape, first_row.hidden_TD.shape[1], dtype=first_row.hidden_TD.dtype)
     labels = torch.zeros_like(hidden)
     states = torch.zeros(*shape, len(auxiliary), hidden.shape[-1], dtype=hidden.dtype) if auxiliary else None
     scales = {}
-    if one.scales_TS is not None:  # float8, which `Batch.to` decodes
+    if first_row.scales_TS is not None:  # float8, which `Batch.to` decodes
         scales = {"hidden_BTD": torch.zeros(shape), "labels_BTD": torch.zeros(shape)}
         scales |= {"auxiliary_BTSD": torch.zeros(*shape, len(auxiliary))} if auxiliary else {}
     before, tokens, begins = (torch.zeros(shape, dtype=torch.long) for _ in range(3))
@@ -240,23 +246,23 @@ def collate_packed(
     for b, rows in enumerate(packed):
         begin = 0
         for row in rows:
-            here = slice(begin, begin + len(row.input_ids) - 1)
-            hidden[b, here], labels[b, here] = row.hidden_TD[:-1], row.hidden_TD[1:]
+            span = slice(begin, begin + len(row.input_ids) - 1)
+            hidden[b, span], labels[b, span] = row.hidden_TD[:-1], row.hidden_TD[1:]
             if row.scales_TS is not None:
-                scales["hidden_BTD"][b, here] = row.scales_TS[:-1, 0]
-                scales["labels_BTD"][b, here] = row.scales_TS[1:, 0]
+                scales["hidden_BTD"][b, span] = row.scales_TS[:-1, 0]
+                scales["labels_BTD"][b, span] = row.scales_TS[1:, 0]
                 if auxiliary:
-                    scales["auxiliary_BTSD"][b, here] = row.scales_TS[:-1, [1 + place for place in auxiliary]]
+                    scales["auxiliary_BTSD"][b, span] = row.scales_TS[:-1, [1 + place for place in auxiliary]]
             if states is not None:
                 assert row.auxiliary_TKD is not None
-                states[b, here] = row.auxiliary_TKD[:-1, list(auxiliary)]
+                states[b, span] = row.auxiliary_TKD[:-1, list(auxiliary)]
             ids = torch.from_numpy(row.input_ids.astype(np.int64))
-            before[b, here], tokens[b, here] = ids[:-1], ids[1:]
-            for group, found in next(positions).items():
+            before[b, span], tokens[b, span] = ids[:-1], ids[1:]
+            for group, group_positions in next(positions).items():
                 at = b * inputs + begin
-                chosen.setdefault(group, []).append((found.inputs + at, found.labels + (at - 1)))
-            begins[b, here] = begin
-            begin = here.stop
+                chosen.setdefault(group, []).append((group_positions.inputs + at, group_positions.labels + (at - 1)))
+            begins[b, span] = begin
+            begin = span.stop
         begins[b, begin:] = begin
     documents = [[row.doc_id for row in rows] for rows in packed]
     flat = {group: Positions(*map(torch.cat, zip(*parts, strict=True))) for group, parts in chosen.items()}

@@ -9,8 +9,8 @@ row each, in batches of any size:
 
 A shard holds the target's states of some of a table's rows; each of its record batches has one row:
 
-    row         int64                                the row of the table; where one part of it came with the shard,
-                                                     the row of that part
+    row         int64                                the row of the table; if a part of it came with the shard, the
+                                                     row of that part
     hidden      large_list<fixed_size_list<W>[d]>    f_0 .. f_{L-1} as raw words (Arrow has no bfloat16)
     scale       large_list<float32>                  float8_e4m3fn only: f_i is its words times this
     auxiliary   large_list<fixed_size_list<W>[K d]>  with K auxiliary layers only: their outputs at t_i, in a row
@@ -18,7 +18,7 @@ A shard holds the target's states of some of a table's rows; each of its record 
 
 W is uint16 for bfloat16 and float16, uint32 for float32, uint8 for float8_e4m3fn. A shard's metadata carries the fields
 of `FeatureSpec`, a table's those that its text depends on. A row that no shard names (its states were not finite) is
-not used: which these are, the manifest says.
+not used; the manifest lists these rows.
 """
 
 import warnings
@@ -32,7 +32,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, with_config
 
 from pipeline.basics.errors import PipelineError
 
-# Shards are mapped read-only, and nobody writes to a Row: torch's warning about that would only repeat itself.
+# Shards are mapped read-only, and no code writes to a Row, so torch's warning about this is not needed.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 VERSION = 2
@@ -47,37 +47,37 @@ _TORCH_WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # for reinterpre
 FP8 = "float8_e4m3fn"
 
 
-def _printable(text: str) -> str:
+def _check_printable(text: str) -> str:
     if not text.isprintable():
         raise ValueError("is not printable")
     return text
 
 
-# What a manifest of somebody's may hold: pydantic checks it where one is read (`Manifest.parse`).
+# Types of values in a manifest that somebody else may have written: pydantic checks them in `Manifest.parse`.
 Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 53)]
-Counts = dict[Annotated[str, Field(pattern=r"^[ -~]{1,200}$")], Count]  # by reason
-Words = Annotated[str, Field(max_length=10_000), AfterValidator(_printable)]
+Counts = dict[Annotated[str, Field(pattern=r"^[ -~]{1,200}$")], Count]  # keyed by reason
+Words = Annotated[str, Field(max_length=10_000), AfterValidator(_check_printable)]
 Numbers = Annotated[str, Field(max_length=10_000, pattern=r"^([0-9]{1,9}( [0-9]{1,9})*)?$")]
 
 
 @with_config(extra="forbid")
 @dataclass(frozen=True)
 class FeatureSpec:
-    """What makes two shards interchangeable."""
+    """The properties that make two shards interchangeable if all are equal."""
 
     hidden_size: Annotated[int, Field(strict=True, gt=0, lt=1 << 24)]
     stored_dtype: Words
     target: Words  # fingerprint of configuration and weights
     tokenizer: Words
     template: Words
-    recipe: Words  # its `dump_hash`
+    recipe: Words  # the recipe's `dump_hash`
     norm_stage: Words = POST_FINAL_NORM
-    auxiliary_layers: Numbers = ""  # "2 15 27", counted from 1; what follows the last hidden state
-    template_settings: Words = ""  # whether the target thinks, what date it is told, its template's keywords
-    dtype: Words = "bfloat16"  # in which the target computed
-    engine: Words = "transformers"  # that computed the states, and its version
+    auxiliary_layers: Numbers = ""  # "2 15 27", counted from 1; their states follow the last hidden state
+    template_settings: Words = ""  # whether the target reasons, the date in its prompt, its template's keywords
+    dtype: Words = "bfloat16"  # the dtype in which the target computed
+    engine: Words = "transformers"  # the engine that computed the states
     engine_version: Words = ""
-    stop_ids: Numbers = ""  # of the target, where its own answers are the texts; in the manifest alone, not in a shard
+    stop_ids: Numbers = ""  # the target's, if its own answers are the texts; in the manifest only, not in a shard
     version: int = VERSION
 
     @property
@@ -86,12 +86,12 @@ class FeatureSpec:
 
     @property
     def auxiliary(self) -> int:
-        """How many auxiliary layers."""
+        """The number of auxiliary layers."""
         return len(self.auxiliary_numbers)
 
 
 class Accounting(BaseModel):
-    """What became of the source's records."""
+    """The numbers of the source's records that were accepted, rejected and skipped."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -114,13 +114,13 @@ class Row:
     input_ids: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # uint8 [T]
     hidden_TD: torch.Tensor  # stored dtype; bfloat16 where that is FP8 and `scales_TS` is None
-    auxiliary_TKD: torch.Tensor | None = None  # the same, of the auxiliary layers
-    scales_TS: torch.Tensor | None = None  # of float8 as it is stored: what each state is to be multiplied by
+    auxiliary_TKD: torch.Tensor | None = None  # the auxiliary layers' states, in the same dtype
+    scales_TS: torch.Tensor | None = None  # of stored float8: the factor of each state
 
 
 @dataclass(frozen=True)
 class StoredRow:
-    """A row as a shard holds it: `columns`, as `stored_columns` has them, on the host."""
+    """A row as a shard holds it, on the host: `columns` are those of `stored_columns`."""
 
     number: int  # row of the text table
     tokens: int
@@ -129,27 +129,29 @@ class StoredRow:
 
 
 def row_dtype(stored_dtype: str) -> torch.dtype:
-    """The dtype of a `Row`'s hidden states, written and read."""
+    """Return the dtype of a `Row`'s hidden states, both when it is written and when it is read."""
     return torch.bfloat16 if stored_dtype == FP8 else _WORDS[stored_dtype][0]
 
 
 def token_bytes(stored_dtype: str, hidden_size: int, states: int = 1) -> int:
-    """What a token takes on disk: id and mask in a text table; in a shard, of each stored state, its words and its
-    scale where there is one.
+    """Return the bytes of one token on disk: its id and mask in a text table, and in a shard the words of each stored
+    state, with a scale for float8.
     """
     _, word, _ = _WORDS[stored_dtype]
     return 5 + states * (hidden_size * word().itemsize + (4 if stored_dtype == FP8 else 0))
 
 
-def quantised(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(float8 [..., D], scale float32 [...])``: each vector's largest magnitude becomes the largest finite number."""
+def quantise(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``(float8 [..., D], scale float32 [...])``. Each vector's largest magnitude becomes the largest finite
+    float8 number.
+    """
     exact = states.float()
     scale = (exact.abs().amax(-1) / torch.finfo(torch.float8_e4m3fn).max).clamp(min=torch.finfo(torch.float32).tiny)
     return (exact / scale[..., None]).to(torch.float8_e4m3fn), scale
 
 
 def text_schema(spec: FeatureSpec) -> pa.Schema:
-    """Of the text tables that go with shards of this spec."""
+    """Return the schema of the text tables that go with shards of this spec."""
     fields = [
         ("doc_id", pa.string()),
         ("input_ids", pa.large_list(pa.int32())),
@@ -160,7 +162,7 @@ def text_schema(spec: FeatureSpec) -> pa.Schema:
 
 
 def arrow_schema(spec: FeatureSpec) -> pa.Schema:
-    """Of a shard."""
+    """Return the schema of a shard."""
     word = _WORDS[spec.stored_dtype][2]
     fields = [("row", pa.int64()), ("hidden", pa.large_list(pa.list_(word, spec.hidden_size)))]
     if spec.stored_dtype == FP8:
@@ -172,13 +174,13 @@ def arrow_schema(spec: FeatureSpec) -> pa.Schema:
     return pa.schema(fields, metadata={key: str(value) for key, value in asdict(spec).items() if key != "stop_ids"})
 
 
-def spec_of(schema: pa.Schema, path: object) -> FeatureSpec:
-    """The spec that a shard's schema declares. Raises PipelineError when it is no shard of this version."""
+def read_spec(schema: pa.Schema, path: object) -> FeatureSpec:
+    """Return the spec that a shard's schema declares. Raises PipelineError if it is no shard of this version."""
     metadata = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
     if metadata.get("version") != str(VERSION):
         raise PipelineError(
             f"{path}: feature-shard version {metadata.get('version')!r}, expected {VERSION!r}: "
-            "it is no feature shard, or was written by another version of this project; dump it again"
+            "it is not a feature shard, or another version of this project wrote it; dump it again"
         )
     try:
         spec = FeatureSpec(**{**metadata, "hidden_size": int(metadata["hidden_size"]), "version": VERSION})
@@ -187,14 +189,14 @@ def spec_of(schema: pa.Schema, path: object) -> FeatureSpec:
         raise PipelineError(f"{path}: its metadata is not a feature shard's ({error}); dump it again") from None
     if not fits:
         raise PipelineError(
-            f"{path}: columns are {schema.names} of other types than version {VERSION} has; dump it again"
+            f"{path}: the columns are {schema.names}, but not of the types of version {VERSION}; dump it again"
         )
     return spec
 
 
 def require_same(got: FeatureSpec, expected: FeatureSpec, where: object) -> None:
-    """Refuses features that were not made by the recipe and target at hand, naming what differs. Another engine, or
-    another version of it, is none of these (`another_engine`).
+    """Raise PipelineError for features that were not made with this recipe and target, naming the difference. A
+    different engine, or another version of it, is allowed here (see `another_engine`).
     """
     meanings = {
         "target": "another target model or revision",
@@ -225,21 +227,26 @@ def require_readable(got: FeatureSpec, expected: FeatureSpec, where: object) -> 
 
 
 def another_engine(got: FeatureSpec, expected: FeatureSpec) -> str | None:
-    """What to tell whoever expects the states of another engine than these were computed by; None where it is the
-    same.
-    """
-    made, here = ((spec.engine, spec.engine_version) for spec in (got, expected))
-    unknown = made[0] == here[0] and "" in (made[1], here[1])  # the engine is not installed where it is asked
-    return None if made == here or unknown else f"features were computed by {' '.join(made)}, here is {' '.join(here)}"
+    """Return a message if the states were computed by an engine other than the expected one; None if it is the same."""
+    computed_by, this_engine = ((spec.engine, spec.engine_version) for spec in (got, expected))
+    unknown = computed_by[0] == this_engine[0] and "" in (
+        computed_by[1],
+        this_engine[1],
+    )  # the engine is not installed on this machine
+    return (
+        None
+        if computed_by == this_engine or unknown
+        else f"features were computed by {' '.join(computed_by)}, here is {' '.join(this_engine)}"
+    )
 
 
 def stored_columns(states: list[torch.Tensor], stored_dtype: str) -> list[torch.Tensor]:
-    """What a shard stores of a `Row`'s states, in the order of its columns, on their device: the words of each, [T, D]
-    or [T, K D], and of float8 a scale for each vector behind them.
+    """Return the columns that a shard stores for a `Row`'s states, in the shard's order and on the states' device: the
+    words of each state, [T, D] or [T, K D], and for float8 a scale for each vector after them.
     """
     columns = []
     for state in states:
-        stored, scale = quantised(state) if stored_dtype == FP8 else (state, None)
+        stored, scale = quantise(state) if stored_dtype == FP8 else (state, None)
         columns.append(stored.contiguous().view(_TORCH_WORD[stored.dtype.itemsize]).flatten(1))
         if scale is not None:
             columns.append(scale.flatten())
@@ -247,34 +254,34 @@ def stored_columns(states: list[torch.Tensor], stored_dtype: str) -> list[torch.
 
 
 def stored(row: Row, number: int, spec: FeatureSpec) -> StoredRow:
-    """A dialogue in memory as the shard of this spec holds it, for row `number` of its table."""
+    """Return a dialogue in memory as the shard of this spec holds it, for row `number` of its table."""
     states = [row.hidden_TD] + ([] if row.auxiliary_TKD is None else [row.auxiliary_TKD])
     assert all(state.dtype == row_dtype(spec.stored_dtype) for state in states), row.doc_id
     columns = stored_columns(states, spec.stored_dtype)
     return StoredRow(number, len(row.hidden_TD), int(row.loss_mask.sum()), columns)
 
 
-def to_batch(row: StoredRow, spec: FeatureSpec) -> pa.RecordBatch:
+def to_record_batch(row: StoredRow, spec: FeatureSpec) -> pa.RecordBatch:
     word = _WORDS[spec.stored_dtype][1]
 
-    def one(values: pa.Array) -> pa.Array:
+    def single_list(values: pa.Array) -> pa.Array:
         return pa.LargeListArray.from_arrays(pa.array([0, len(values)], pa.int64()), values)
 
     columns = [pa.array([row.number], pa.int64())]
     for column in row.columns:
         if column.dim() == 1:
-            columns.append(one(pa.array(column.numpy())))
+            columns.append(single_list(pa.array(column.numpy())))
         else:
             words = pa.array(column.numpy().view(word).reshape(-1))
-            columns.append(one(pa.FixedSizeListArray.from_arrays(words, column.shape[1])))
+            columns.append(single_list(pa.FixedSizeListArray.from_arrays(words, column.shape[1])))
     return pa.RecordBatch.from_arrays(columns, schema=arrow_schema(spec))
 
 
-def from_batch(
+def from_record_batch(
     batch: pa.RecordBatch, spec: FeatureSpec, text: tuple[str, np.ndarray, np.ndarray], decode: bool = True
 ) -> Row:
-    """The dialogue `text` (id, tokens, mask) with its states: zero-copy views into the batch's (memory-mapped) buffers.
-    FP8 is decoded here or, without `decode`, by whoever has the row's scales.
+    """Return the dialogue `text` (id, tokens, mask) with its states: zero-copy views into the batch's (memory-mapped)
+    buffers. With `decode`, FP8 is decoded; without it, the caller decodes it with the row's scales.
     """
     torch_dtype, word, _ = _WORDS[spec.stored_dtype]
     scales_of: list[torch.Tensor] = []
@@ -287,7 +294,7 @@ def from_batch(
             return read
         scale = torch.from_numpy(batch.column(scales).flatten().to_numpy(zero_copy_only=True)).reshape(read.shape[:-1])
         scales_of.append(scale.reshape(len(read), -1))
-        return decoded(read, scale) if decode else read
+        return dequantise(read, scale) if decode else read
 
     hidden_TD, auxiliary_TKD = states("hidden", "scale", (-1, spec.hidden_size)), None
     if spec.auxiliary:
@@ -296,16 +303,16 @@ def from_batch(
     return Row(*text, hidden_TD=hidden_TD, auxiliary_TKD=auxiliary_TKD, scales_TS=scales_TS)
 
 
-def of_layers(row: Row, spec: FeatureSpec, wanted: FeatureSpec) -> Row:
-    """Return a row of `spec` as a dump of `wanted`, which has some of its auxiliary layers, holds it: to the bit."""
-    if wanted.auxiliary_layers == spec.auxiliary_layers:
+def select_layers(row: Row, spec: FeatureSpec, required: FeatureSpec) -> Row:
+    """Return a row of `spec` bit for bit as a dump of `wanted`, which has some of its auxiliary layers, holds it."""
+    if required.auxiliary_layers == spec.auxiliary_layers:
         return row
-    places = list(map(spec.auxiliary_numbers.index, wanted.auxiliary_numbers))
+    places = list(map(spec.auxiliary_numbers.index, required.auxiliary_numbers))
     auxiliary_TKD = row.auxiliary_TKD[:, places] if row.auxiliary_TKD is not None and places else None
     scales_TS = None if row.scales_TS is None else row.scales_TS[:, [0, *(1 + place for place in places)]]
     return replace(row, auxiliary_TKD=auxiliary_TKD, scales_TS=scales_TS)
 
 
-def decoded(words: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """States (..., D) from float8 (..., D) and a scale (...), wherever they are."""
+def dequantise(words: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return states (..., D) from float8 (..., D) and a scale (...), on their device."""
     return (words.float() * scale[..., None]).to(row_dtype(FP8))

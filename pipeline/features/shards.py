@@ -26,13 +26,13 @@ from pipeline.features.schema import (
     Row,
     StoredRow,
     arrow_schema,
-    from_batch,
-    of_layers,
+    from_record_batch,
+    read_spec,
     require_readable,
     require_same,
-    spec_of,
+    select_layers,
     stored,
-    to_batch,
+    to_record_batch,
 )
 from pipeline.features.text import REMEDY, TextRecord, TextTable, arrow_file, write_text_table
 from pipeline.lm.fingerprint import known_sha256
@@ -42,9 +42,9 @@ HELDOUT_PROMPTS = "heldout_prompts.jsonl"  # first questions of held-out dialogu
 SPLITS = ("train", "validation")  # the sets of the source's dialogues
 ANSWERS = "answers"  # the set of the target's own greedy answers to the calibration prompts
 FILES = ("text-*.arrow", "features-*.arrow")  # tables and shards of a folder
-THREADS = 8  # that hash: hashlib lets the others go on
+THREADS = 8  # hashing threads: hashlib releases the GIL
 UNREADABLE = (
-    f"Restore the {MANIFEST} that the dump wrote, or remove it and dump again: every shard is then written anew"
+    f"Restore the {MANIFEST} that the dump wrote, or remove it and dump again: every shard is then written again"
 )
 
 
@@ -61,29 +61,29 @@ class ShardRecord:
     trained_tokens: Count
     bytes: Count
     sha256: str
-    rejected: dict[str, str] = field(default_factory=dict)  # document id -> reason, found while dumping this shard
+    rejected: dict[str, str] = field(default_factory=dict)  # document id -> reason, of dialogues of this shard
     documents: str = ""  # fingerprint of the encoded dialogues that it was dumped from
     text: TextRecord | None = None  # of the target's own answers: the part of their table that came with the shard
-    edits: dict[str, int] = field(default_factory=dict)  # what was done to those dialogues, by reason
-    off: float | None = None  # relative error of a sample's states by the engine that computed these, when it began
+    edits: dict[str, int] = field(default_factory=dict)  # the number of edits to those dialogues, by reason
+    off: float | None = None  # relative error of a sample's states, measured when the engine of this shard started
 
     @property
     def files(self) -> list["Record"]:
-        """Itself, and the part of a table that came with it."""
+        """The shard itself, and the part of a table that came with it."""
         return [self] if self.text is None else [self, self.text]
 
 
-Record = ShardRecord | TextRecord  # of a file
+Record = ShardRecord | TextRecord  # the manifest's record of a file
 
 
 def kind_of(record: Record) -> str:
-    """For messages."""
+    """Return the name of the file's kind for messages."""
     return "feature shard" if isinstance(record, ShardRecord) else "text table"
 
 
 @dataclass
 class Manifest:
-    """What a feature folder holds; ``complete`` only after the last shard, the tables and the final accounting."""
+    """The content of a feature folder; ``complete`` only after the last shard, the tables and the final accounting."""
 
     spec: FeatureSpec
     shards: list[ShardRecord] = field(default_factory=list)  # of the source's dialogues
@@ -91,9 +91,9 @@ class Manifest:
     complete: StrictBool = False
     text: dict[str, TextRecord] = field(default_factory=dict)  # the tables of the source's dialogues, by split
     answers: list[ShardRecord] = field(default_factory=list)  # each with its part of the answers' table
-    answers_hash: str = ""  # `artifacts.features.answers_hash`, of these
-    prompts_sha256: str = ""  # of heldout_prompts.jsonl, once that is written
-    fed: StrictBool = False  # training's shards come and go (features.keep = "window"): none is there to stay
+    answers_hash: str = ""  # `artifacts.features.answers_hash` of these answers
+    prompts_sha256: str = ""  # of heldout_prompts.jsonl, after it is written
+    fed: StrictBool = False  # the training shards are made and deleted during training (features.keep = "window")
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest":
@@ -104,41 +104,43 @@ class Manifest:
 
     @classmethod
     def parse(cls, raw: dict[str, Any], path: object) -> "Manifest":
-        """Raises PipelineError for what is no manifest, and for a file whose name is not that of its set and number."""
+        """Return the manifest in `raw`. Raises PipelineError if it is not a manifest, or if the name of a file does not
+        follow from its set and number.
+        """
         try:
             if raw["spec"]["version"] != VERSION:
                 raise PipelineError(
                     f"{path}: features of version {raw['spec']['version']!r}, expected {VERSION!r}: they were dumped "
                     "by another version of this project; dump again into another folder"
                 )
-            found = _MANIFEST.validate_python({one.name: raw[one.name] for one in fields(cls)})
-            if found.accounting and found.complete:  # none where no job made the folder
-                Accounting.model_validate(found.accounting)
+            manifest = _MANIFEST.validate_python({column.name: raw[column.name] for column in fields(cls)})
+            if manifest.accounting and manifest.complete:  # a folder that no job made has no accounting
+                Accounting.model_validate(manifest.accounting)
         except (KeyError, TypeError) as error:
             raise PipelineError(
-                f"{path} is no manifest of this version ({error}); dump again into another folder"
+                f"{path} is not a manifest of this version ({error}); dump again into another folder"
             ) from None
         except ValidationError as error:
             place = ".".join(map(str, (error.title, *error.errors()[0]["loc"])))
-            raise PipelineError(f"{path}: {place!r} is not what a dump writes. {UNREADABLE}") from None
-        odd = {*found.text, *(shard.split for shard in found.shards)}.difference(SPLITS)
-        odd |= {shard.split for shard in found.answers} - {ANSWERS}
+            raise PipelineError(f"{path}: {place!r} is not a value that a dump writes. {UNREADABLE}") from None
+        odd = {*manifest.text, *(shard.split for shard in manifest.shards)}.difference(SPLITS)
+        odd |= {shard.split for shard in manifest.answers} - {ANSWERS}
         names = set[str]()
-        for split, name, record in found._named():
+        for split, name, record in manifest._named():
             if split in odd or record.name != name or name in names:
                 raise PipelineError(
-                    f"{path}: {record.name!r} (of {split!r}) is not one that a dump writes, or is there twice. "
+                    f"{path}: {record.name!r} (of {split!r}) is not one that a dump writes, or is listed twice. "
                     f"{UNREADABLE}"
                 )
             names.add(name)
-        return found
+        return manifest
 
     def require_complete(self, where: object) -> None:
         if not self.complete:
-            raise PipelineError(f"{where}: the dump is not finished. Run it again: it continues where it stopped")
+            raise PipelineError(f"{where}: the dump is not finished. Run it again: it resumes where it stopped")
 
     def _named(self) -> Iterator[tuple[str, str, Record]]:
-        """(its set, the name that its set and number make, itself) of every file."""
+        """Yield (set, expected name, record) of every file; the expected name follows from set and number."""
         for split, table in self.text.items():
             yield split, text_name(split), table
         for shard in (*self.shards, *self.answers):
@@ -148,13 +150,13 @@ class Manifest:
 
     @property
     def files(self) -> list[Record]:
-        """Tables and shards."""
+        """The records of all tables and shards."""
         return [record for _, _, record in self._named()]
 
     def lasting(self, keep: str) -> list[Record]:
-        """The files that stay, by `features.keep`: with "window" a training's shards come and go."""
-        goes = {record.name for shard in self.of("train") for record in shard.files} if keep == "window" else set()
-        return [record for record in self.files if record.name not in goes]
+        """Return the files that stay on disk. With `keep` = "window" (`features.keep`), training's shards do not."""
+        temporary = {record.name for shard in self.of("train") for record in shard.files} if keep == "window" else set()
+        return [record for record in self.files if record.name not in temporary]
 
     def save(self, folder: Path) -> None:
         for shards in (self.shards, self.answers):
@@ -165,16 +167,18 @@ class Manifest:
         write_sealed(folder / MANIFEST, fields, wide=True)
 
     def of(self, name: str) -> list[ShardRecord]:
-        """The shards of a set."""
+        """Return the shards of a set."""
         return [record for record in (*self.shards, *self.answers) if record.split == name]
 
     def text_of(self, name: str) -> list[TextRecord]:
-        """The parts of a set's table, in the order of its shards."""
-        came_with = [record.text for record in self.of(name) if record.text is not None]
-        return [self.text[name]] if name in self.text else came_with
+        """Return the parts of a set's table, in the order of its shards."""
+        parts = [record.text for record in self.of(name) if record.text is not None]
+        return [self.text[name]] if name in self.text else parts
 
     def lacks(self, name: str) -> int:
-        """Rows of a set's table that no shard accounts for: they were made while a training read them, and went."""
+        """Return the number of rows of a set's table that no shard holds: their shards were made while a training read
+        them, and were deleted.
+        """
         held = sum(record.rows + len(record.rejected) for record in self.of(name))
         return self.text[name].rows - held if name in self.text else 0
 
@@ -186,7 +190,7 @@ _MANIFEST = TypeAdapter(Manifest)
 
 
 def _as_json(record: ShardRecord) -> dict[str, Any]:
-    """`asdict`, which would copy each value."""
+    """Return the record's fields, as `asdict` does, without copying the values."""
     return vars(record) if record.text is None else vars(record) | {"text": vars(record.text)}
 
 
@@ -195,33 +199,35 @@ def shard_name(split: str, index: int) -> str:
 
 
 def text_name(split: str, index: int | None = None) -> str:
-    """Of a table, or of the part of one that comes with a shard."""
+    """Return the file name of a table, or of the part of a table that comes with a shard."""
     return f"text-{split}.arrow" if index is None else f"text-{split}-{index:06d}.arrow"
 
 
 def write_shard(
     folder: Path, split: str, index: int, spec: FeatureSpec, rows: Iterable[StoredRow], rejected: dict[str, str]
 ) -> ShardRecord:
-    """Writes one shard atomically and returns its manifest record. Raises PipelineError when the disk is full.
+    """Write a shard atomically and return its manifest record. Raises PipelineError when the disk is full.
 
-    `rejected` may be filled by `rows` while it is consumed.
+    `rows` may fill `rejected` while it is consumed.
     """
     path = folder / shard_name(split, index)
     count = tokens = trained = 0
     with arrow_file(path, arrow_schema(spec)) as file:
         for row in rows:
-            file.write_batch(to_batch(row, spec))
+            file.write_batch(to_record_batch(row, spec))
             count += 1
             tokens += row.tokens
             trained += row.trained_tokens
-    size, digest = path.stat().st_size, sha256(path)  # read while it is in memory
+    size, digest = path.stat().st_size, sha256(path)  # read while the page cache holds it
     return ShardRecord(path.name, split, index, count, tokens, trained, size, digest, rejected)
 
 
 def write_features(
     folder: Path, spec: FeatureSpec, sets: dict[str, list[list[Row]]], answers_hash: str = ""
 ) -> Manifest:
-    """A whole folder of dialogues that are in memory: by set, the rows of each of its shards."""
+    """Write a complete feature folder from dialogues in memory and return its manifest. `sets` has, by set, the rows of
+    each shard.
+    """
     manifest = Manifest(spec, complete=True, answers_hash=answers_hash)
     for name, shards in sets.items():
         first = 0
@@ -242,13 +248,15 @@ def write_features(
 
 
 def damage(folder: Path, record: Record, digest: Digest | None = sha256) -> str | None:
-    """Why the file on disk is not the one of the manifest, or None when it is. Without a `digest` it is not read."""
+    """Return how the file on disk differs from the manifest's record, or None if it does not. Without a `digest` the
+    file is not read.
+    """
     return difference(folder / record.name, record.sha256, record.bytes, digest=digest)
 
 
 def damages(folder: Path, records: Sequence[Record], anew: bool = False) -> Iterator[str | None]:
-    """The damage of each file. One that this machine has read before is not read again while it is the same file; what
-    a disk loses without touching its size and times is found `anew` alone.
+    """Yield the damage of each file. A file that this machine has read before is not read again while its size and
+    times are the same. Only `anew` finds damage that leaves size and times unchanged.
     """
     digest = partial(known_sha256, anew=anew, quiet=True)
     with ThreadPoolExecutor(THREADS) as threads:
@@ -256,23 +264,22 @@ def damages(folder: Path, records: Sequence[Record], anew: bool = False) -> Iter
 
 
 def prompts_damage(folder: Path, manifest: Manifest) -> str | None:
-    """Why the held-out prompts on disk are not those of a finished dump, or None when they are."""
+    """Return how the held-out prompts on disk differ from those of a finished dump, or None if they do not."""
     return difference(folder / HELDOUT_PROMPTS, manifest.prompts_sha256, None)
 
 
 def open_shard(folder: Path, record: ShardRecord, spec: FeatureSpec) -> pa.ipc.RecordBatchFileReader:
-    """The shard, memory-mapped, after checks of size, structure and origin. Raises PipelineError."""
+    """Return the shard, memory-mapped, after checks of size, structure and origin. Raises PipelineError."""
     path = folder / record.name
     if reason := damage(folder, record, digest=None):
         raise PipelineError(
-            f"{kind_of(record)} {path}: {reason}. It can be dumped again: "
-            f"jakiro verify {folder} --recipe RECIPE --repair"
+            f"{kind_of(record)} {path}: {reason}. To dump it again: jakiro verify {folder} --recipe RECIPE --repair"
         )
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise PipelineError(f"feature shard {path} is not a whole Arrow file: {error}. {REMEDY}") from None
-    require_same(spec_of(reader.schema, path), spec, path)
+        raise PipelineError(f"feature shard {path} is not a complete Arrow file: {error}. {REMEDY}") from None
+    require_same(read_spec(reader.schema, path), spec, path)
     if reader.num_record_batches != record.rows:
         raise PipelineError(f"feature shard {path}: {reader.num_record_batches} rows, the manifest says {record.rows}")
     return reader
@@ -280,17 +287,17 @@ def open_shard(folder: Path, record: ShardRecord, spec: FeatureSpec) -> pa.ipc.R
 
 class FeatureStore:
     """The dialogues of one set, memory-mapped: its usable texts, numbered in the order of the table, and their states.
-    `spec`: of the rows that it gives; shards may hold more auxiliary layers.
+    `spec` describes the rows that `row` returns; shards may hold more auxiliary layers.
 
-    A dialogue is usable when a shard names its row; which are not, the manifest says, and no shard is asked.
+    A dialogue is usable if a shard has its row. The manifest lists the rejected ones, so no shard is opened for this.
     """
 
-    waited = 0.0  # seconds that trainings in this process waited for batches of it
+    waited = 0.0  # seconds that trainings in this process waited for batches of this store
 
     def __init__(self, folder: Path, split: str, expected: FeatureSpec):
-        """Opens the table and every shard and checks size, structure and origin (not checksums: see `damages`).
+        """Open the table and every shard, and check size, structure and origin (not checksums: see `damages`).
 
-        Raises PipelineError for an unfinished or foreign dump, and for a missing or damaged file.
+        Raises PipelineError for an unfinished dump, a dump of another recipe, and a missing or damaged file.
         """
         manifest = Manifest.load(folder)
         require_readable(manifest.spec, expected, folder)
@@ -302,10 +309,10 @@ class FeatureStore:
         self._parts = part_starts(self.records)
 
     def _opened(self, folder: Path, manifest: Manifest, split: str) -> tuple[list[ShardRecord], TextTable]:
-        """The set's shards, and its texts."""
+        """Return the records of the set's shards, and its texts, after opening the shards."""
         if not (records := manifest.of(split)):
             raise PipelineError(
-                f"{folder}: holds no {split!r} dialogues: give data.max_tokens or the held-out split more room"
+                f"{folder} holds no {split!r} dialogues: raise data.max_tokens or enlarge the held-out split"
             )
         texts = usable_texts(folder, manifest, split)
         self._readers = [open_shard(folder, record, self.stored) for record in records]
@@ -323,17 +330,19 @@ class FeatureStore:
         if fault := row_fault(batch, self.texts, index, self._parts[shard]):
             raise PipelineError(f"feature shard {self.records[shard].name}: {fault}. {REMEDY}")
         text = self.texts.doc_id(index), self.texts.ids(index), self.texts.mask(index)
-        return of_layers(from_batch(batch, self.stored, text, decode), self.stored, self.spec)
+        return select_layers(from_record_batch(batch, self.stored, text, decode), self.stored, self.spec)
 
 
 def part_starts(records: list[ShardRecord]) -> list[int]:
-    """The row of a set's table from which each of its shards counts: its text part's first, or the table's."""
+    """Return, for each shard of a set, the row of the table from which the shard numbers its rows: the first row of its
+    text part, or 0.
+    """
     rows = [record.text.rows if record.text else 0 for record in records]
     return [0, *accumulate(rows)][: len(records)]
 
 
 def row_fault(batch: pa.RecordBatch, texts: TextTable, number: int, part: int) -> str | None:
-    """Why these are not the states of a set's text with this number; None where they are."""
+    """Return the reason why `batch` does not hold the states of the set's text `number`, or None if it does."""
     row, states, tokens = batch.column("row")[0].as_py() + part, len(batch.column("hidden")[0]), len(texts.ids(number))
     if row != texts.rows_N[number]:
         return f"it names row {row} of the text table where the manifest says {texts.rows_N[number]}"
@@ -341,8 +350,8 @@ def row_fault(batch: pa.RecordBatch, texts: TextTable, number: int, part: int) -
 
 
 def usable_texts(folder: Path, manifest: Manifest, split: str) -> TextTable:
-    """The texts of a set whose states are, or will be, in its shards. Needs no shard: shard k is of the next rows of
-    the table, as many as it holds and rejects, or as its own part has. Raises PipelineError.
+    """Return the texts of a set whose states are, or will be, in its shards. No shard is read: shard k has the next
+    rows of the table, as many as it holds and rejects, or as many as its own text part has. Raises PipelineError.
     """
     table, usable, first = TextTable.open(folder, manifest.text_of(split), manifest.spec), [], 0
     for record in manifest.of(split):
@@ -352,7 +361,7 @@ def usable_texts(folder: Path, manifest: Manifest, split: str) -> TextTable:
         first = last
     if first != len(table) or len(usable) != manifest.total(split, "rows"):
         raise PipelineError(
-            f"{folder}: the {split} table holds {len(table)} dialogues, {len(usable)} of them usable; by the shards "
-            f"these are {first} and {manifest.total(split, 'rows')}. Dump again into another folder"
+            f"{folder}: the {split} table holds {len(table)} dialogues, {len(usable)} of them usable, but its shards "
+            f"have {first} and {manifest.total(split, 'rows')}. Dump again into another folder"
         )
-    return table.only(np.array(usable, np.int64))
+    return table.select(np.array(usable, np.int64))

@@ -1,6 +1,6 @@
-"""Where the target's hidden states and answers come from: one protocol, whatever computes them.
+"""The protocol of whatever computes the target's hidden states and answers.
 
-The dump, its answers to calibration prompts, `preprocess.verify` and regeneration ask a `FeatureSource`; none of them
+The dump, its answers to calibration prompts, `preprocess.verify` and regeneration use a `FeatureSource`; none of them
 loads a target.
 """
 
@@ -16,18 +16,20 @@ from pipeline.features.schema import POST_FINAL_NORM
 
 @dataclass(frozen=True)
 class SourceIdentity:
-    """What the states are; every shard and manifest records it (`FeatureSpec`), and a trainer compares it."""
+    """The properties of the states that a source computes. Every shard and manifest records them (`FeatureSpec`), and a
+    trainer compares them.
+    """
 
     engine: str
     version: str  # of the engine
-    dtype: str  # in which the target computes
+    dtype: str  # the dtype in which the target computes
     layers: tuple[int, ...]  # decoder layers, counted from 1, whose outputs follow the last state; not normed
     norm_stage: str = POST_FINAL_NORM  # of the last state
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to be continued, and the seed of its answer's random numbers, which depend on nothing else."""
+    """A text to continue, and the seed of its answer's random numbers, which depend only on the seed."""
 
     tokens: list[int]
     seed: int = 0
@@ -35,9 +37,9 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the target says to a prompt: its tokens, the stop token included, and, where they were asked for, the states
-    of prompt and answer ([T, S, D], as `FeatureSource.states` gives them). In one pass nothing is computed behind the
-    last token: its state, which nothing reads, is 0.
+    """The target's answer to a prompt: its tokens, the stop token included, and, if requested, the states of prompt and
+    answer ([T, S, D], as `FeatureSource.states` yields them). A source with `one_pass` computes no state of the last
+    token: that state, which no code reads, is 0.
     """
 
     tokens: list[int]
@@ -49,15 +51,15 @@ class FeatureSource(Protocol):
 
     identity: SourceIdentity
     tokenizer: Any
-    positions: int  # that a text may have
-    one_pass: bool  # answers bring their states from the pass that gave them
+    positions: int  # the maximum length of a text
+    one_pass: bool  # answers have their states from the forward pass that generated them
     stop_ids: frozenset[int]
 
     def states(self, batch: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-        """``states_TSD`` of each text, in the order of the batch: the last state, then those of `identity.layers`.
+        """Yield ``states_TSD`` of each text, in the order of the batch: last state first, then `identity.layers`.
 
-        On the engine's device and in its dtype; an accelerator may still be computing them. The batch is forwarded
-        together where the engine forwards what it is given.
+        They are on the engine's device and in its dtype; an accelerator may still be computing them. The batch is
+        one forward pass, unless the engine batches by itself.
         """
         ...
 
@@ -69,17 +71,17 @@ class FeatureSource(Protocol):
         alive: Callable[[], None] = lambda: None,
         plainly: bool = False,
     ) -> Iterator[Answer]:
-        """The answer to each prompt, in their order. With `capture` it brings its states, of the same pass where the
-        engine can do that. `alive` is called now and then while the target decodes. With `plainly` each prompt is
-        decoded alone, by the loop that evaluation decodes plainly with: bit for bit its answer. (An engine that batches
-        by itself has no such loop.)
+        """Yield the answer to each prompt, in their order. With `capture` an answer has its states, from the same
+        forward pass if the engine supports that. `alive` is called periodically while the target decodes. With
+        `plainly` each prompt is decoded alone, by evaluation's loop for plain decoding: bit for bit its answer. (An
+        engine that batches by itself has no such loop.)
 
-        Raises NoAnswer where the target's logits are not finite, on any token of an answer; with `plainly`, which
-        computes nothing that evaluation does not, on its first; where an engine does not show its logits, for states
-        that are not finite, if it captures.
+        Raises NoAnswer if the target's logits are not finite on any token of an answer; with `plainly`, which computes
+        only what evaluation computes, on its first token. An engine that does not return logits raises it with
+        `capture`, for states that are not finite.
         """
         ...
 
     def close(self) -> None:
-        """Gives back what it holds: of an engine its process."""
+        """Release all resources, such as an engine's process."""
         ...

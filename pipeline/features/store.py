@@ -1,8 +1,8 @@
-"""Feature folders elsewhere: s3://, gs://, abfs://, hdfs://, file:// through pyarrow, anything else through fsspec.
+"""Feature folders in remote stores: s3://, gs://, abfs://, hdfs:// and file:// through pyarrow, others through fsspec.
 
-A dump's worker writes a shard on its own disk and sends it off; a trainer's node fetches what it lacks to its own disk
-and maps it from there. The manifest in the store is the truth: an object that it does not list does not count, so a
-broken upload costs nothing. The libraries find credentials by themselves (environment, profiles, roles).
+A worker of the dump writes a shard on its own disk and uploads it; a trainer's node downloads the files that it lacks
+to its own disk and maps them from there. The manifest in the store decides: an object that it does not list is
+ignored, so a broken upload does no harm. The libraries find credentials by themselves (environment, profiles, roles).
 """
 
 from pathlib import Path
@@ -17,10 +17,10 @@ from pipeline.features.shards import MANIFEST, UNREADABLE, Manifest
 
 
 class Store:
-    """One folder of a store. Every method raises PipelineError when the store cannot be reached or refuses."""
+    """A folder of a store. Every method raises PipelineError if the store cannot be reached or refuses the request."""
 
     def __init__(self, url: str, name: str = ""):
-        """`name`: what messages call it."""
+        """Open the folder at `url`. `name` stands for it in messages."""
         self.name = name or f"features.store {url}"
         if "://" not in url:
             raise PipelineError(f"{self.name} has no scheme: expected s3://BUCKET/FOLDER, gs://, file:///FOLDER, ...")
@@ -30,23 +30,23 @@ class Store:
             except pa.ArrowInvalid as error:
                 if "Unrecognized filesystem" not in str(error):
                     raise
-                other, root = fsspec.url_to_fs(url)  # not one of pyarrow's own
-                self._fs = fs.PyFileSystem(fs.FSSpecHandler(other))
+                file_system, root = fsspec.url_to_fs(url)  # a scheme that pyarrow does not support
+                self._fs = fs.PyFileSystem(fs.FSSpecHandler(file_system))
         except (OSError, ValueError, ImportError) as error:
             raise self._failed("opening", error) from None
         self._root = root.rstrip("/")
 
-    def _failed(self, what: str, error: Exception) -> PipelineError:
-        why = next(iter(str(error).splitlines()), type(error).__name__)
-        return PipelineError(f"{self.name}: {what} failed: {why}")
+    def _failed(self, action: str, error: Exception) -> PipelineError:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        return PipelineError(f"{self.name}: {action} failed: {reason}")
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every object of the folder, by name."""
+        """Return the size in bytes of every object of the folder, by name."""
         try:
-            found = self._fs.get_file_info(fs.FileSelector(self._root, allow_not_found=True))
+            infos = self._fs.get_file_info(fs.FileSelector(self._root, allow_not_found=True))
         except OSError as error:
             raise self._failed("listing", error) from None
-        return {info.base_name: info.size for info in found if info.is_file}
+        return {info.base_name: info.size for info in infos if info.is_file}
 
     def put(self, path: Path) -> None:
         try:
@@ -57,7 +57,9 @@ class Store:
             raise self._failed(f"writing {path.name}", error) from None
 
     def get(self, name: str, folder: Path, checksum: str | None = None) -> None:
-        """Fetches one object, whole or not at all; one whose SHA-256 is not `checksum` does not arrive."""
+        """Download an object into `folder`, complete or not at all. Raises PipelineError if its SHA-256 is not
+        `checksum`.
+        """
         with atomic_path(folder / name) as temporary:
             try:
                 fs.copy_files(f"{self._root}/{name}", str(temporary), self._fs, fs.LocalFileSystem())
@@ -84,7 +86,7 @@ class Store:
     def _unreadable(self, name: str, error: OSError) -> PipelineError:
         if not self._missing(name):
             return self._failed(f"reading {name}", error)
-        return PipelineError(f"{self.name} has no {name}: dump the features first, or dump again what is missing")
+        return PipelineError(f"{self.name} has no {name}: dump the features first, or dump the missing file again")
 
     def _missing(self, name: str) -> bool:
         try:

@@ -1,6 +1,6 @@
 """A set's dialogues without their states: ids, loss masks and document ids, known before any state is computed.
 
-Vocabulary statistics, packing, the order of batches and the number of steps need no more than this.
+Vocabulary statistics, packing, the order of batches and the number of steps depend only on these.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,14 +18,14 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path, sha256
 from pipeline.features.schema import Count, FeatureSpec, text_schema
 
-SOME_TOKENS = 1024  # what `some_texts` gives at most
-REMEDY = "Remove the file, and run the dump again; where it is a copy that was fetched, what fetches it suffices"
+SOME_TOKENS = 1024  # the most tokens that `some_texts` returns
+REMEDY = "Remove the file and run the dump again; if it is a downloaded copy, download it again"
 
 
 @with_config(extra="forbid")
 @dataclass(frozen=True)
 class TextRecord:
-    """A text table, or a part of one, as the manifest lists it."""
+    """The manifest's record of a text table or of a part of one."""
 
     name: str
     rows: Count
@@ -35,21 +35,21 @@ class TextRecord:
 
 @contextmanager
 def arrow_file(path: Path, schema: pa.Schema) -> Iterator[pa.ipc.RecordBatchFileWriter]:
-    """Whole or absent: the file appears under its name when the block has succeeded. Raises PipelineError when the disk
-    is full.
+    """Yield a writer for an Arrow file that appears under its name only after the block has succeeded. Raises
+    PipelineError when the disk is full.
     """
     with atomic_path(path) as temporary, pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as file:
         yield file
 
 
 def text_batch(texts: Iterable[Any], spec: FeatureSpec) -> pa.RecordBatch:
-    """Rows of a table, of what has a `doc_id`, `input_ids` and a `loss_mask`."""
+    """Return the texts, which have a `doc_id`, `input_ids` and a `loss_mask`, as rows of a table."""
     texts = list(texts)
-    ends = np.cumsum([0, *(len(text.input_ids) for text in texts)])
+    offsets = np.cumsum([0, *(len(text.input_ids) for text in texts)])
     columns = [pa.array([text.doc_id for text in texts], pa.string())]
     for name, dtype in (("input_ids", np.int32), ("loss_mask", np.uint8)):
         values = np.concatenate([np.empty(0, dtype), *(getattr(text, name).astype(dtype) for text in texts)])
-        columns.append(pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), pa.array(values)))
+        columns.append(pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(values)))
     return pa.RecordBatch.from_arrays(columns, schema=text_schema(spec))
 
 
@@ -60,7 +60,7 @@ def write_text_table(path: Path, texts: Iterable[Any], spec: FeatureSpec) -> Tex
 
 
 def record_of(path: Path) -> TextRecord:
-    """The manifest's record of a table that was just written: while it is in memory, this is its one reading."""
+    """Return the manifest's record of a table that was just written, reading it once while the page cache holds it."""
     with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
         rows = sum(reader.get_batch(number).num_rows for number in range(reader.num_record_batches))
     return TextRecord(path.name, rows, path.stat().st_size, sha256(path))
@@ -75,25 +75,25 @@ class TextTable:
 
     @classmethod
     def open(cls, folder: Path, records: list[TextRecord], spec: FeatureSpec) -> "TextTable":
-        """The whole table, of its parts. Raises PipelineError for a part that is missing, or of another size, row
-        count or schema than the manifest says.
+        """Return the complete table, made of its parts. Raises PipelineError for a part that is missing, or whose size,
+        row count or schema is not the manifest's.
         """
         parts: list[pa.RecordBatch] = []
         for record in records:
             path = folder / record.name
             try:
                 reader = pa.ipc.open_file(pa.memory_map(str(path)))
-                found = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+                batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
             except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-                raise PipelineError(f"text table {path} is not a whole Arrow file: {error}. {REMEDY}") from None
-            whole = path.stat().st_size == record.bytes and sum(part.num_rows for part in found) == record.rows
-            if not whole or not reader.schema.equals(text_schema(spec), check_metadata=True):
-                raise PipelineError(f"text table {path} is not the one of the manifest. {REMEDY}")
-            parts += found
+                raise PipelineError(f"text table {path} is not a complete Arrow file: {error}. {REMEDY}") from None
+            complete = path.stat().st_size == record.bytes and sum(part.num_rows for part in batches) == record.rows
+            if not complete or not reader.schema.equals(text_schema(spec), check_metadata=True):
+                raise PipelineError(f"text table {path} differs from the manifest's record. {REMEDY}")
+            parts += batches
         return cls(pa.Table.from_batches(parts, text_schema(spec)))
 
-    def only(self, rows_N: np.ndarray) -> "TextTable":
-        """The same table, of which only these rows are numbered."""
+    def select(self, rows_N: np.ndarray) -> "TextTable":
+        """Return the same table with only these rows numbered."""
         return TextTable(self._table, rows_N)
 
     def __len__(self) -> int:
@@ -113,15 +113,15 @@ class TextTable:
 
     @property
     def lengths_N(self) -> np.ndarray:
-        """Tokens of each numbered row."""
+        """The number of tokens of each numbered row."""
         return pc.list_value_length(self._table.column("input_ids")).to_numpy()[self.rows_N]
 
 
 def some_texts(texts: TextTable, tokens: int = SOME_TOKENS) -> list[list[int]]:
-    """The first dialogues, cut to `tokens` in all, for a draft's `start_from_target`."""
-    found: list[list[int]] = []
+    """Return the first dialogues, cut to `tokens` tokens in total, for a draft's `start_from_target`."""
+    dialogues: list[list[int]] = []
     for number in range(len(texts)):
-        if (room := tokens - sum(map(len, found))) <= 0:
+        if (room := tokens - sum(map(len, dialogues))) <= 0:
             break
-        found.append(texts.ids(number)[:room].tolist())
-    return found
+        dialogues.append(texts.ids(number)[:room].tolist())
+    return dialogues

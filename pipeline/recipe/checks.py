@@ -1,4 +1,4 @@
-"""What sections of a recipe ask of each other; each section checks by itself what it can."""
+"""Checks across the sections of a recipe; each section checks its own keys by itself."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -10,19 +10,19 @@ if TYPE_CHECKING:
     from pipeline.recipe.recipe import Recipe
 
 PLAIN = "plain"  # decoding without a draft: the name of every measurement's baseline
-TUNED = "-tuned"  # ends the name of a method that eval/tune.py chose
+TUNED = "-tuned"  # suffix of the names of methods that eval/tune.py chose
 
 
 def complaints(recipe: "Recipe") -> Iterator[str]:
-    """One by one what does not fit. Stop at the first: those that follow take it for granted."""
-    yield from _of_drafts(recipe)
-    yield from _of_devices(recipe)
-    yield from _of_training(recipe)
-    yield from _of_evaluation(recipe)
+    """Yield the contradictions in a recipe. Stop at the first: later checks assume that earlier ones passed."""
+    yield from _check_drafts(recipe)
+    yield from _check_devices(recipe)
+    yield from _check_training(recipe)
+    yield from _check_evaluation(recipe)
 
 
-def _of_drafts(recipe: "Recipe") -> Iterator[str]:
-    """A section [draft.NAME] is missing, or begins where no training does."""
+def _check_drafts(recipe: "Recipe") -> Iterator[str]:
+    """Yield contradictions in the drafts, such as a missing section [draft.NAME] or a start without training."""
     drafts, released = recipe.draft, recipe.publish.draft
     if not drafts:
         yield "no draft: add a section [draft.NAME] with kind = 'jakiro'"
@@ -32,31 +32,31 @@ def _of_drafts(recipe: "Recipe") -> Iterator[str]:
         yield f"publish.draft={released!r} is not trained: there are no weights to release"
     for name in recipe.published:
         if name not in drafts or not drafts[name].trained:
-            yield f"published.{name} is no draft with weights: add its section [draft.{name}]"
+            yield f"published.{name} is not a draft with weights: add its section [draft.{name}]"
     for name, config in drafts.items():
         if config.start_differs and not config.start:
-            yield f"draft.{name}.start_differs says what of its start may be another, but it has no start"
+            yield f"draft.{name}.start_differs lists settings that may differ from its start, but it has no start"
         if config.start and name not in recipe.to_train:
-            yield f"draft.{name}.start={config.start!r} is where a training begins, but this recipe does not train it"
+            yield f"draft.{name}.start={config.start!r} starts a training, but this recipe does not train it"
 
 
-def _of_devices(recipe: "Recipe") -> Iterator[str]:
-    """Target and workers do not agree on the GPUs that one has."""
+def _check_devices(recipe: "Recipe") -> Iterator[str]:
+    """Yield contradictions between the target and its workers about GPUs."""
     device, features, measuring = recipe.target.device, recipe.features, recipe.eval
-    by_engine, ranks, own = recipe.target.engine != "transformers", recipe.train.ranks, recipe.train.gpus
-    for section, gpus in (("features", features.gpus), ("train", own)):
+    by_engine, ranks, train_gpus = recipe.target.engine != "transformers", recipe.train.ranks, recipe.train.gpus
+    for section, gpus in (("features", features.gpus), ("train", train_gpus)):
         if gpus and device == "cpu":
             yield f"{section}.gpus={gpus}, but target.device='cpu'"
-    apart = bool(features.gpus and own) and not set(features.gpus or []) & set(own or [])
-    if features.keep == "window" and device != "cpu" and (features.gpus or own) and not apart:
+    are_disjoint = bool(features.gpus and train_gpus) and not set(features.gpus or []) & set(train_gpus or [])
+    if features.keep == "window" and device != "cpu" and (features.gpus or train_gpus) and not are_disjoint:
         yield (
-            f"features.gpus={features.gpus} and train.gpus={own}, but features.keep='window' works on both sides at "
-            "once: give each GPUs of its own, or name neither"
+            f"features.gpus={features.gpus} and train.gpus={train_gpus}, but features.keep='window' dumps and trains "
+            "at the same time: give each GPUs of its own, or set neither"
         )
-    if own and (ranks or 0) > len(own):
-        yield f"train.ranks={ranks}, but train.gpus={own}: each rank takes one"
+    if train_gpus and (ranks or 0) > len(train_gpus):
+        yield f"train.ranks={ranks}, but train.gpus={train_gpus}: each rank requires its own GPU"
     if by_engine and features.gpus_per_worker is not None:
-        yield "features.gpus_per_worker: an engine's GPUs are counted by target.tensor_parallel"
+        yield "features.gpus_per_worker: the number of an engine's GPUs is target.tensor_parallel"
     if device != "spread":
         if (features.gpus_per_worker or 0) > 1:
             yield (
@@ -70,24 +70,22 @@ def _of_devices(recipe: "Recipe") -> Iterator[str]:
                 f"target.device='spread', but draft.{name} runs through the target's blocks, which have to be on one "
                 "device"
             )
-    asked: dict[str, Any] = {} if by_engine else {"features": features}
-    asked |= {"eval": measuring} if measuring.workers > 1 else {}
-    for section, config in asked.items():
+    worker_sections: dict[str, Any] = {} if by_engine else {"features": features}
+    worker_sections |= {"eval": measuring} if measuring.workers > 1 else {}
+    for section, config in worker_sections.items():
         if (config.gpus_per_worker or 0) < 1:
-            yield (
-                f"target.device='spread', but {section}.gpus_per_worker gives a worker no GPUs of its own: say how many"
-            )
+            yield (f"target.device='spread', but {section}.gpus_per_worker gives a worker no GPUs of its own: set it")
     if recipe.train.decode != "never":
         yield (
-            f"train.decode={recipe.train.decode!r} loads the target beside the training of rank 0, but "
-            "target.device='spread' wants all GPUs"
+            f"train.decode={recipe.train.decode!r} loads the target next to the training of rank 0, but "
+            "target.device='spread' uses all GPUs"
         )
     if measuring.compile:
         yield "eval.compile=true, but target.device='spread': a spread target cannot be compiled into one graph"
 
 
-def _of_training(recipe: "Recipe") -> Iterator[str]:
-    """[train] asks for what the other sections do not give."""
+def _check_training(recipe: "Recipe") -> Iterator[str]:
+    """Yield contradictions between [train] and the other sections."""
     train, data = recipe.train, recipe.data
     try:
         train.accumulation(train.ranks or 1)
@@ -95,8 +93,8 @@ def _of_training(recipe: "Recipe") -> Iterator[str]:
         yield str(error)
     if recipe.features.keep == "window" and recipe.features.store and not recipe.paths.copies:
         yield (
-            "features.keep='window' with features.store wants a folder on each node's own disk, where its copies of "
-            "shards come and go: set train.shards, to another folder than OUTPUT/features"
+            "features.keep='window' with features.store requires a folder on each node's own disk for its copies of "
+            "shards: set train.shards to a folder other than OUTPUT/features"
         )
     if unknown := sorted(train.learning_rates.keys() - set(recipe.to_train)):
         yield (
@@ -106,19 +104,19 @@ def _of_training(recipe: "Recipe") -> Iterator[str]:
     for key, plain in (("keep", "last"), ("patience", None), ("decode", "never")):
         if not data.calibration_prompts and getattr(train, key) != plain:
             yield (
-                f"train.{key}={getattr(train, key)!r} goes by the answers to calibration prompts, but "
+                f"train.{key}={getattr(train, key)!r} requires the answers to calibration prompts, but "
                 "data.calibration_prompts=0"
             )
     if data.answers == "target":
         if recipe.features.keep == "window":
             yield (
-                "features.keep='window' makes states of known texts, but data.answers='target': ask first (jakiro "
-                "regenerate) and name its dialogues.jsonl as data.source, or say keep='all'"
+                "features.keep='window' computes states of existing texts, but data.answers='target': run jakiro "
+                "regenerate first and set data.source to its dialogues.jsonl, or set keep='all'"
             )
         if data.max_tokens:
             yield (
-                f"data.max_tokens={data.max_tokens} counts tokens that data.answers='target' has not given yet: say "
-                "data.max_dialogues"
+                f"data.max_tokens={data.max_tokens} counts tokens of answers that data.answers='target' has yet to "
+                "generate: set data.max_dialogues instead"
             )
     if train.pack_tokens and train.pack_tokens < data.max_length - 1:
         yield (
@@ -127,14 +125,14 @@ def _of_training(recipe: "Recipe") -> Iterator[str]:
         )
 
 
-def _of_evaluation(recipe: "Recipe") -> Iterator[str]:
-    """A method or a benchmark cannot be measured."""
+def _check_evaluation(recipe: "Recipe") -> Iterator[str]:
+    """Yield methods and benchmarks that cannot be measured."""
     for name in (*recipe.draft, *recipe.eval.methods):
         if name.endswith(TUNED):
-            yield f"{name!r}: names that end in {TUNED} are those of eval/tune.py's trees; choose another"
+            yield f"{name!r}: names that end in {TUNED} are reserved for eval/tune.py's trees; choose another"
     for name in {**recipe.draft, **recipe.eval.methods}:
         where = f"eval.methods.{name}" if name in recipe.eval.methods else f"draft.{name}"
-        for complaint in _of_method(recipe, name, recipe.eval.methods.get(name, Method())):
+        for complaint in _check_method(recipe, name, recipe.eval.methods.get(name, Method())):
             yield f"{where}{complaint}"
     for name, benchmark in recipe.eval.benchmarks.items():
         if benchmark.held_out and (benchmark.prompts or 0) > recipe.data.heldout_prompts:
@@ -144,8 +142,8 @@ def _of_evaluation(recipe: "Recipe") -> Iterator[str]:
             )
 
 
-def _of_method(recipe: "Recipe", name: str, method: Method) -> Iterator[str]:
-    """Its draft is not there or cannot grow its tree."""
+def _check_method(recipe: "Recipe", name: str, method: Method) -> Iterator[str]:
+    """Yield the contradictions of a method, such as a missing draft or a tree that its sources cannot fill."""
     draft = method.draft or name
     if name == PLAIN or (name in recipe.draft and draft != name):
         yield ": that name is taken; choose another"
@@ -156,11 +154,11 @@ def _of_method(recipe: "Recipe", name: str, method: Method) -> Iterator[str]:
             ": a draft of that name stands alone; give the method with secondary sources a name of its own, with draft "
             f"= {name!r}"
         )
-    for other in method.secondary:
-        known = other in recipe.draft and recipe.draft[other].may_be_secondary
-        if not known or method.secondary.count(other) > 1:
+    for source in method.secondary:
+        is_secondary = source in recipe.draft and recipe.draft[source].may_be_secondary
+        if not is_secondary or method.secondary.count(source) > 1:
             yield (
-                f".secondary={other!r}: expected drafts of the recipe that take no forwards, each once: add a section "
+                f".secondary={source!r}: expected drafts of the recipe that take no forwards, each once: add a section "
                 "[draft.prompt-lookup] with kind = 'prompt-lookup'"
             )
     if method.secondary and not recipe.draft[draft].trained:

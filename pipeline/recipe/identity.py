@@ -1,8 +1,8 @@
-"""The settings that each result of a run depends on: by section, their hashes, which travel with artifacts, and the
-keys that differ.
+"""The settings that each result of a run depends on, by section; their hashes, which travel with artifacts; and the
+keys in which two recipes differ.
 
-A section says which of its keys change which result (`Affects`); this file says which sections a stage reads. A hash
-decides whether the settings of two recipes are the same, and the keys are named for the message. The recipe next to an
+A section declares which of its keys change which result (`Affects`); this file defines which sections a stage reads.
+Hashes decide whether the settings of two recipes are the same; the keys are only for messages. The recipe next to an
 artifact may be a stranger's: its values are shown as JSON, cut and through `public_text`, and none becomes a setting.
 """
 
@@ -23,13 +23,13 @@ from pipeline.lm.fingerprint import known_sha256
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import ON_HUB
 
-Settings = dict[str, Any]  # by section
+Settings = dict[str, Any]  # keyed by section
 MARK = "content:"
 SUFFIXES = {".safetensors", ".bin", ".pt", ".ckpt"}
 
 
 def digest(value: Any) -> str:
-    """Sixteen hex digits of the SHA-256 of the canonical JSON of `value`."""
+    """Return sixteen hex digits of the SHA-256 of the canonical JSON of `value`."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -37,12 +37,12 @@ def digest(value: Any) -> str:
 
 
 def _engine(recipe: Recipe) -> Settings:
-    """The engine of the target's own answers, whose random numbers are others."""
+    """Return the engine of the target's own answers if it is not transformers: its random numbers differ."""
     return {"engine": recipe.target.engine} if recipe.target.engine != "transformers" else {}
 
 
 def regenerate_settings(recipe: Recipe) -> Settings:
-    """What the answers of preprocess/regenerate.py depend on."""
+    """Return the settings that the answers of preprocess/regenerate.py depend on."""
     sections = {"data": recipe.data, "regenerate": recipe.regenerate}
     settings = {name: section.affecting("regenerated") for name, section in sections.items()}
     return {"target": recipe.target.identity() | _engine(recipe), **settings, "seed": recipe.seed}
@@ -55,24 +55,26 @@ def regenerate_hash(recipe: Recipe) -> str:
 # -- the dump ----------------------------------------------------------------------------------------------------------
 
 
-def in_order(layers: Iterable[int | str]) -> list[int | str]:
-    """Auxiliary layers once each, numbers first."""
+def sort_layers(layers: Iterable[int | str]) -> list[int | str]:
+    """Return the auxiliary layers without duplicates, numbers first."""
     return sorted(set(layers), key=lambda layer: (isinstance(layer, str), layer))
 
 
 def wanted_layers(recipe: Recipe) -> list[int | str]:
-    """The auxiliary layers as the recipe names them or, unless it does, its drafts do: numbers, or words for them."""
+    """Return the auxiliary layers that the recipe names or, by default, those that its drafts need: numbers, or words
+    for them.
+    """
     if recipe.features.auxiliary_layers is not None:
         return list(recipe.features.auxiliary_layers)
-    return in_order(layer for config in recipe.dumped_for for layer in config.auxiliary)
+    return sort_layers(layer for config in recipe.dumped_for for layer in config.auxiliary)
 
 
 def dump_settings(recipe: Recipe) -> Settings:
-    """What the feature shards depend on. Who wrote them, where, and in which batches is not part of it: that changes
-    rounding at most, and a dump whose batches were too large goes on with smaller ones.
+    """Return the settings that the feature shards depend on. Workers, folders and batch sizes are not among them: they
+    change rounding at most, and a dump whose batches were too large can continue with smaller ones.
     """
     features = recipe.features.affecting("dump")
-    features["auxiliary_layers"] = wanted_layers(recipe)  # which of a target's a word is, its fingerprint says
+    features["auxiliary_layers"] = wanted_layers(recipe)  # the target's fingerprint determines the number of a word
     features["stored_dtype"] = recipe.stored_dtype
     settings = {"target": recipe.target.identity(), "data": recipe.data.affecting("dump"), "features": features}
     if recipe.data.answers == "source":
@@ -86,14 +88,14 @@ def dump_hash(recipe: Recipe) -> str:
 
 
 def dump_hash_with(recipe: Recipe, layers: list[int | str]) -> str:
-    """The hash of this recipe's dump, had it these auxiliary layers."""
+    """Return the hash of this recipe's dump if it had these auxiliary layers."""
     settings = dump_settings(recipe)
     return digest(settings | {"features": settings["features"] | {"auxiliary_layers": layers}})
 
 
 def calibration_hash(recipe: Recipe, dump: str) -> str:
-    """What the target's answers to calibration prompts depend on, in the dump of this hash: they can be given anew
-    without the rest of it.
+    """Return the hash of everything that the target's answers to calibration prompts depend on, for a dump with the
+    hash `dump`. They can be generated again without the rest of the dump.
     """
     return digest([dump, recipe.data.calibration_prompts, recipe.features.answer_tokens])
 
@@ -101,10 +103,10 @@ def calibration_hash(recipe: Recipe, dump: str) -> str:
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def marked(start: str) -> str:
-    """The start as hashes and artifacts name it: a folder by its weights and shapes, wherever it lies.
+def describe_start(start: str) -> str:
+    """Return the start as hashes and artifacts name it: a folder by its weights and shapes, not by its path.
 
-    Raises PipelineError where there is no such folder.
+    Raises PipelineError if there is no such folder.
     """
     if ON_HUB.fullmatch(start) or start.startswith(MARK):
         return start
@@ -116,7 +118,7 @@ def marked(start: str) -> str:
 
 
 def start_folder(start: str) -> Path:
-    """Raises PipelineError for what is no folder of a draft."""
+    """Return the folder of a start. Raises PipelineError if it is not a draft's folder."""
     folder = Path(start).expanduser()
     if start.startswith(MARK) or not (folder / "config.json").is_file():
         raise PipelineError(
@@ -127,20 +129,22 @@ def start_folder(start: str) -> Path:
 
 
 def draft_settings(recipe: Recipe, draft: str) -> Settings:
-    """A draft's settings for hashes and artifacts: its start by content. Raises PipelineError where that is missing."""
+    """Return a draft's settings for hashes and artifacts, with its start by content. Raises PipelineError if the start
+    is missing.
+    """
     config = recipe.draft[draft].public()
-    return config.to_json() | ({"start": marked(config.start)} if config.start else {})
+    return config.to_json() | ({"start": describe_start(config.start)} if config.start else {})
 
 
 def is_watched(recipe: Recipe, draft: str) -> bool:
-    """Whether the estimated tau decides which weights of a draft are kept."""
+    """Return whether the estimated tau decides which weights of a draft are kept."""
     return recipe.training(draft).keep == "best" or recipe.training(draft).patience is not None
 
 
 def train_settings(recipe: Recipe, draft: str) -> Settings:
-    """What one draft's weights depend on, beside its own settings, the features and the seed. Who shares a global batch
-    and how, schedules of I/O and what only watches are not part of it, nor its decoding tree and when it is validated,
-    unless the estimated tau decides which weights are kept.
+    """Return the settings that one draft's weights depend on, without its own settings, the features and the seed. The
+    split of a global batch, schedules of I/O and monitoring are not among them. Its decoding tree and validation steps
+    are only if the estimated tau decides which weights are kept.
     """
     settings = recipe.training(draft).affecting("weights")
     if not is_watched(recipe, draft):
@@ -150,7 +154,9 @@ def train_settings(recipe: Recipe, draft: str) -> Settings:
 
 
 def train_hash(recipe: Recipe, draft: str) -> str:
-    """What one draft's weights depend on. Of a published draft: what it is, and where it is from."""
+    """Return the hash of everything that one draft's weights depend on; for a published draft, of its settings and its
+    address.
+    """
     if draft in recipe.published:
         return digest({"published": recipe.published[draft], "draft": recipe.draft[draft].to_json()})
     dump = dump_hash(recipe)
@@ -163,7 +169,7 @@ def train_hash(recipe: Recipe, draft: str) -> str:
 
 
 def run_settings(recipe: Recipe) -> Settings:
-    """What the figures of a run depend on."""
+    """Return the settings that the figures of a run depend on."""
     sections = {key: getattr(recipe, key) for key in type(recipe).model_fields}
     settings = {key: value.affecting("figures") for key, value in sections.items() if isinstance(value, Section)}
     drafts = {name: draft_settings(recipe, name) for name in recipe.draft}
@@ -174,24 +180,25 @@ def run_hash(recipe: Recipe) -> str:
     return digest(run_settings(recipe))
 
 
-MOST, LONGEST, DEEPEST = 8, 120, 8  # keys that a message names; characters of a value; sections in sections
+MOST, LONGEST, DEEPEST = 8, 120, 8  # in a message: the most keys, characters of a value, and levels of sections
 ABSENT = "absent"
-ANSWERS_KEYS = ["data.calibration_prompts", "features.answer_tokens"]  # that `calibration_hash` adds
+ANSWERS_KEYS = ["data.calibration_prompts", "features.answer_tokens"]  # the keys that `calibration_hash` adds
 Tree = dict[str, Any]  # a resolved recipe as JSON
 
 
-def differences(there: Tree, here: Tree, keys: Iterable[str]) -> str:
-    """Return the keys that differ, with the value there and here: "data.heldout_fraction: 0.02 -> 0.2". Empty where
-    none does.
+def differences(recorded: Tree, current: Tree, keys: Iterable[str]) -> str:
+    """Return the keys that differ, with both values: "data.heldout_fraction: 0.02 -> 0.2". Empty if none differs.
 
-    `keys`: "section.key", or what such keys begin with.
+    `keys`: "section.key", or a prefix of such keys.
     """
-    begins, there, here = tuple(keys), _leaves(_filled(there)), _leaves(_filled(here))
-    counts = [key for key in {**here, **there} if any(key == begin or key.startswith(f"{begin}.") for begin in begins)]
-    lines = [f"{_cut(key)}: {_cut(there.get(key, ABSENT))} -> {_cut(here.get(key, ABSENT))}" for key in counts]
-    lines = [line for line, key in zip(lines, counts, strict=True) if there.get(key) != here.get(key)]
-    more = [f"and {len(lines) - MOST} more keys"] if len(lines) > MOST else []
-    return public_text(", ".join([*lines[:MOST], *more]))
+    begins, recorded, current = tuple(keys), _leaves(_fill_defaults(recorded)), _leaves(_fill_defaults(current))
+    compared = [
+        key for key in {**current, **recorded} if any(key == begin or key.startswith(f"{begin}.") for begin in begins)
+    ]
+    lines = [f"{_cut(key)}: {_cut(recorded.get(key, ABSENT))} -> {_cut(current.get(key, ABSENT))}" for key in compared]
+    lines = [line for line, key in zip(lines, compared, strict=True) if recorded.get(key) != current.get(key)]
+    rest = [f"and {len(lines) - MOST} more keys"] if len(lines) > MOST else []
+    return public_text(", ".join([*lines[:MOST], *rest]))
 
 
 def dump_keys(recipe: Recipe) -> list[str]:
@@ -206,9 +213,9 @@ def training_keys(recipe: Recipe, draft: str) -> list[str]:
     """Return the keys that one draft's weights depend on."""
     if draft in recipe.published:
         return [f"published.{draft}", f"draft.{draft}"]
-    own = ["seed", f"draft.{draft}", "features.dump", f"train.learning_rates.{draft}"]
+    draft_keys = ["seed", f"draft.{draft}", "features.dump", f"train.learning_rates.{draft}"]
     settings = train_settings(recipe, draft)
-    keys = [*dump_keys(recipe), *own, *_keys({"train": settings["train"]}), f"published.{draft}"]
+    keys = [*dump_keys(recipe), *draft_keys, *_keys({"train": settings["train"]}), f"published.{draft}"]
     if not is_watched(recipe, draft):
         return keys
     method = recipe.eval.methods.get(draft)
@@ -227,40 +234,40 @@ def regenerate_keys(recipe: Recipe) -> list[str]:
 
 
 def layers_of(tree: Tree) -> list[int | str]:
-    """Return the auxiliary layers that a recipe of somebody's wants, as `wanted_layers`. Raises KeyError,
-    TypeError or ValueError for what is no such recipe.
+    """Return the auxiliary layers of somebody else's resolved recipe, as `wanted_layers` does. Raises KeyError,
+    TypeError or ValueError if it is not such a recipe.
     """
     if (layers := tree["features"]["auxiliary_layers"]) is None:
         drafts = [settings_from(config) for name, config in tree["draft"].items() if name not in tree["published"]]
-        return in_order(layer for config in drafts for layer in config.auxiliary)
+        return sort_layers(layer for config in drafts for layer in config.auxiliary)
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
         raise TypeError(f"features.auxiliary_layers={layers!r}")
     return list(layers)
 
 
-def _filled(tree: Tree) -> Tree:
-    """The recipe with the defaults of its features that follow from its drafts."""
+def _fill_defaults(tree: Tree) -> Tree:
+    """Return the recipe with the defaults of [features] that follow from its drafts."""
     try:
         layers, features = layers_of(tree), tree["features"]
         default = FP8 if layers else "bfloat16"
-        known = {"auxiliary_layers": layers, "stored_dtype": features.get("stored_dtype") or default}
-        return tree | {"features": features | known}
-    except (AttributeError, KeyError, TypeError, ValueError):  # of another version
+        features_keys = {"auxiliary_layers": layers, "stored_dtype": features.get("stored_dtype") or default}
+        return tree | {"features": features | features_keys}
+    except (AttributeError, KeyError, TypeError, ValueError):  # a recipe of another version
         return tree
 
 
 def _leaves(value: Any, begin: str = "", depth: int = 0) -> dict[str, str]:
-    """By dotted key the JSON of each value that is no object, or is deep in others."""
+    """Return, by dotted key, the JSON of each value that is not an object or is nested DEEPEST levels deep."""
     if not isinstance(value, dict) or depth == DEEPEST:
         return {begin: json.dumps(value)}
-    found: dict[str, str] = {}
+    leaves: dict[str, str] = {}
     for name, inner in value.items():
-        found |= _leaves(inner, f"{begin}.{name}" if begin else name, depth + 1)
-    return found
+        leaves |= _leaves(inner, f"{begin}.{name}" if begin else name, depth + 1)
+    return leaves
 
 
 def _keys(settings: Tree) -> list[str]:
-    """The keys of settings, which are by section."""
+    """Return the dotted keys of settings by section."""
     sections = {section: keys for section, keys in settings.items() if isinstance(keys, dict)}
     return [*(f"{section}.{key}" for section, keys in sections.items() for key in keys), *settings.keys() - sections]
 

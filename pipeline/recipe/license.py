@@ -1,4 +1,4 @@
-"""The licenses that a card may name, as of 2026: the Hub refuses an upload with another one."""
+"""The licenses that a card may name, as of 2026: the Hub refuses an upload with any other."""
 
 import difflib
 import re
@@ -26,8 +26,8 @@ def _license(name: str) -> str:
         near = difflib.get_close_matches(re.sub(r"[\s_]+", "-", name.strip().lower()), sorted(LICENSES), 1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(
-            f"{name!r} is no license identifier of the Hub{hint} Expected one of {PAGE}, and 'other' for a license "
-            "that is not there"
+            f"{name!r} is no license identifier of the Hub{hint} Expected one of {PAGE}, or 'other' for a license "
+            "that is not listed"
         )
     return name
 

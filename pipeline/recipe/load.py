@@ -1,4 +1,4 @@
-"""Reading a recipe, with overrides; what is wrong in it is told by its key and the nearest valid one."""
+"""Reading a recipe, with overrides; an error message names the wrong key and the nearest valid one."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,25 +13,25 @@ from pipeline.recipe.recipe import Recipe
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None, begin: bool = False) -> Recipe:
-    """Reads a recipe and applies ``section.key=value`` overrides (values in TOML syntax, bare words are strings).
+    """Read a recipe and apply ``section.key=value`` overrides (values in TOML syntax, bare words are strings).
 
-    `path`: of a file; or one of `shipped`. `begin`: the run begins, and keeps what the dtype "auto" became.
+    `path`: a file, or a name in `shipped()`. `begin`: the run starts, and keeps the resolved dtype of "auto".
     """
     path = recipe_file(path)
     return resolve_dtypes(recipe_from(read_tree(path), path, overrides or []), begin)
 
 
 def recipe_from(tree: dict[str, Any], path: Path, overrides: list[str]) -> Recipe:
-    """A recipe of a file's content. Raises PipelineError that names the file."""
+    """Return the recipe of a file's content. Raises PipelineError that names the file."""
     tree = changed(tree, path, overrides)
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        raise refusal(path, [_explain(one) for one in error.errors()]) from None
+        raise refusal(path, [_explain(item) for item in error.errors()]) from None
 
 
 def add_recipe_arguments(parser) -> None:
-    """The command line that every entry shares."""
+    """Add the arguments that the commands on a recipe share."""
     parser.add_argument("recipe", help="a TOML file; or the name of a recipe that comes with the project: demo, ...")
     add_override_argument(parser)
 
@@ -43,13 +43,13 @@ def add_override_argument(parser) -> None:
 
 
 def override_arguments(overrides: Iterable[str]) -> list[str]:
-    """The overrides as a user types them."""
+    """Return the overrides as a user types them."""
     return [part for override in overrides for part in ("--set", override)]
 
 
 def _explain(error: Any) -> str:
     if not error["type"].startswith("union_tag"):
-        return explain(error, Recipe, {kind: known.config for kind, known in DRAFTS.items()})
+        return explain(error, Recipe, {kind: draft_kind.config for kind, draft_kind in DRAFTS.items()})
     where = ".".join(str(part) for part in error["loc"])
     settings = error["input"] if isinstance(error["input"], dict) else {}
     got = ", ".join(f"{key}={settings[key]!r}" for key in ("kind", "frame") if key in settings)

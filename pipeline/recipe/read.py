@@ -1,4 +1,4 @@
-"""What is wrong in a recipe's file, told by its key and the nearest valid one: all but what its drafts are.
+"""Reading a recipe's file. An error message names the wrong key and the nearest valid one; drafts are not checked here.
 
 Imports no torch, so `jakiro` refuses a typo at once.
 """
@@ -22,13 +22,13 @@ from pipeline.basics.section import Section
 from pipeline.basics.settings import Settings
 from pipeline.recipe.sections import Outline
 
-RECIPES = ROOT / "infra/recipes"  # that come with the project
+RECIPES = ROOT / "infra/recipes"  # the recipes that come with the project
 
-_AS_NAME = "a name is letters, digits, '.', '_' and '-', beginning with a letter or digit"
+_NAME_RULE = "a name is letters, digits, '.', '_' and '-', beginning with a letter or digit"
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """Return what the file holds. Raises PipelineError where it is no recipe's."""
+    """Return the content of a recipe's file. Raises PipelineError if it cannot be parsed."""
     try:
         text = path.read_text(encoding="utf-8")
         tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -46,7 +46,7 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 def changed(tree: dict[str, Any], path: Path, overrides: list[str]) -> dict[str, Any]:
     """Return a file's content with its overrides applied. Raises PipelineError for a broken seal or a credential."""
-    if SEAL in tree:  # the one beside an artifact
+    if SEAL in tree:  # the resolved recipe next to an artifact
         tree = checked(
             tree, f"recipe {path}", f"Give the recipe itself; or, if you changed it on purpose, remove its {SEAL!r}"
         )
@@ -58,13 +58,13 @@ def changed(tree: dict[str, Any], path: Path, overrides: list[str]) -> dict[str,
 
 
 def require_sound(path: str | Path, overrides: list[str]) -> None:
-    """Raises PipelineError for what is wrong in a recipe before its drafts are looked at."""
+    """Raise PipelineError for errors in a recipe's file, without reading the settings of its drafts."""
     path = recipe_file(path)
     tree = changed(read_tree(path), path, overrides)
     try:
         Outline.model_validate(tree)
     except ValidationError as error:
-        raise refusal(path, [explain(one, Outline, {}) for one in error.errors()]) from None
+        raise refusal(path, [explain(item, Outline, {}) for item in error.errors()]) from None
 
 
 def refusal(path: Path, lines: list[str]) -> PipelineError:
@@ -72,7 +72,7 @@ def refusal(path: Path, lines: list[str]) -> PipelineError:
 
 
 def recipe_file(path: str | Path) -> Path:
-    """The file that a user means. Raises PipelineError where there is none."""
+    """Return the file that a path or a recipe's name stands for. Raises PipelineError if there is none."""
     path = Path(path)
     if not path.is_file() and str(path) in shipped():
         return RECIPES / f"{path}.toml"
@@ -86,12 +86,12 @@ def recipe_file(path: str | Path) -> Path:
 
 
 def shipped() -> list[str]:
-    """The names of the recipes that come with the project: demo, ..."""
+    """Return the names of the recipes that come with the project: demo, ..."""
     return sorted(path.stem for path in RECIPES.glob("*.toml"))
 
 
 def _require_no_credentials(value: Any, where: str) -> None:
-    """Raises PipelineError for a credential in any text of a recipe, before anything else can be said of that text."""
+    """Raise PipelineError for a credential in any text of a recipe, before a message can show that text."""
     if isinstance(value, str):
         require_no_credential(value, where)
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
@@ -116,22 +116,24 @@ def _apply(tree: dict, override: str) -> None:
 
 
 def explain(error: Any, recipe: type[Section], kinds: Mapping[str, type]) -> str:
-    """Return an error of pydantic's as a user wants it, of a recipe of this class and these kinds of drafts."""
+    """Return pydantic's error as a message for the user. `recipe`: the recipe's class; `kinds`: settings by kind."""
     location = error["loc"]
     shown = location[:2] + location[3:] if location[:1] == ("draft",) else location  # without the tag of the union
     where = ".".join(str(part) for part in shown)
     if error["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
         got = "" if error["type"] in ("missing", "value_error") else f" (got {error['input']!r})"
-        what = _AS_NAME if error["type"] == "string_pattern_mismatch" else error["msg"].removeprefix("Value error, ")
-        return f"{where or 'recipe'}: {what}{got}"
-    known = _fields_at(location[:-1], recipe, kinds)
-    near = difflib.get_close_matches(str(location[-1]), known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(known)}"
+        reason = (
+            _NAME_RULE if error["type"] == "string_pattern_mismatch" else error["msg"].removeprefix("Value error, ")
+        )
+        return f"{where or 'recipe'}: {reason}{got}"
+    valid_keys = _fields_at(location[:-1], recipe, kinds)
+    near = difflib.get_close_matches(str(location[-1]), valid_keys, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid_keys)}"
     return f"{where}: unknown key {location[-1]!r}; {hint}"
 
 
 def _fields_at(location: tuple, recipe: type[Section], kinds: Mapping[str, type]) -> list[str]:
-    """Field names of the section that a pydantic error location points into."""
+    """Return the field names of the section that a pydantic error location points into."""
     section: Any = recipe
     parts = list(location)
     while parts:

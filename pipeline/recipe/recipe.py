@@ -1,7 +1,7 @@
-"""A run is one typed recipe: a TOML file (or the resolved recipe.json beside an artifact).
+"""A run is one typed recipe: a TOML file (or the resolved recipe.json next to an artifact).
 
-Guarantees: every key is known (otherwise the nearest valid name is suggested), and every default has its home here.
-What results depend on: identity.py.
+Guarantees: every key is known (otherwise the nearest valid name is suggested), and every default is set in this folder.
+identity.py has the settings that results depend on.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from pipeline.lm.config import TargetConfig
 from pipeline.recipe.checks import complaints
 from pipeline.recipe.sections import Outline, TrainConfig
 
-# One draft's settings, by its kind (and frame): each draft's own file has them.
+# One draft's settings, by its kind (and frame): each draft's own file defines them.
 _DRAFTS: Any = Union[tuple(Annotated[config, Tag(kind)] for kind, (config, *_) in DRAFTS.items())]  # noqa: UP007
 if TYPE_CHECKING:
     AnyDraft = DraftConfig
@@ -29,14 +29,16 @@ else:
 
 @dataclass(frozen=True)
 class Paths:
-    """Where a run's files are, each name once; and where a trainer's node reads the features."""
+    """The paths of a run's files, and the folder where a trainer's node reads the features."""
 
     run: Path
     shards: Path
 
     @classmethod
     def of(cls, output: str, shards: str | None) -> "Paths":
-        """`shards`: a folder of each node's own disk; None: they are read where they are."""
+        """Return the paths of a run in `output`. `shards`: a folder on each node's own disk for copies of the shards;
+        None: they are read from the run's folder.
+        """
         run = Path(output).expanduser()
         return cls(run, Path(shards) if shards else run / "features")
 
@@ -46,7 +48,7 @@ class Paths:
 
     @property
     def copies(self) -> bool:
-        """Whether a trainer's node reads copies of its own."""
+        """True if a trainer's node reads its own copies of the shards."""
         return self.shards.resolve() != self.features.resolve()
 
     @property
@@ -89,14 +91,14 @@ class Recipe(Outline):
     # -- methods ---------------------------------------------------------------------------------------------------
 
     def resolved(self, method: str) -> Method:
-        """A method, complete. Raises ValueError where its sources cannot fill its tree."""
-        given = self.eval.methods.get(method, Method())
-        draft = given.draft or method
-        return given.resolved(self.draft[draft], draft, self.eval.tree)
+        """Return a method with all defaults filled in. Raises ValueError if its sources cannot fill its tree."""
+        entry = self.eval.methods.get(method, Method())
+        draft = entry.draft or method
+        return entry.resolved(self.draft[draft], draft, self.eval.tree)
 
     @property
     def methods(self) -> dict[str, Method]:
-        """All but the tuned ones, complete: each draft by itself, then those of ``eval.methods``."""
+        """All methods but the tuned ones, with defaults filled in: each draft alone, then those of ``eval.methods``."""
         return {name: self.resolved(name) for name in {**dict.fromkeys(sorted(self.draft)), **self.eval.methods}}
 
     def tree(self, method: str) -> TreeConfig:
@@ -116,11 +118,11 @@ class Recipe(Outline):
 
     @property
     def to_train(self) -> list[str]:
-        """Those of them that this recipe trains."""
+        """The drafts that this recipe trains."""
         return [name for name in self.trained if name not in self.published]
 
     def training(self, draft: str) -> TrainConfig:
-        """What one draft is trained with."""
+        """Return the training settings of one draft, with its own learning rate."""
         rate = self.train.learning_rates.get(draft, self.train.learning_rate)
         return self.train.model_copy(update={"learning_rate": rate, "learning_rates": {}})
 
@@ -128,18 +130,20 @@ class Recipe(Outline):
 
     @property
     def dumped_for(self) -> list[AnyDraft]:
-        """The drafts whose wants the dump holds: a published one is not trained from it."""
+        """The drafts whose features the dump holds: all but published ones, which are not trained."""
         return [config for name, config in self.draft.items() if name not in self.published]
 
     @property
     def stored_dtype(self) -> str:
-        """The dtype that the features are stored in: four states a token are worth half their size."""
+        """The dtype that the features are stored in; by default float8 if a draft needs auxiliary layers, since a token
+        then has several states.
+        """
         wants = any(config.auxiliary for config in self.dumped_for)
         return self.features.stored_dtype or (FP8 if wants else "bfloat16")
 
     def auxiliary_layers(self, target_layers: int) -> list[int]:
-        """The auxiliary layers of a target with so many layers: those that the recipe names or, unless it does, those
-        that its drafts want.
+        """Return the auxiliary layers for a target with `target_layers` layers: those that the recipe names or, by
+        default, those that its drafts need.
         """
         if self.features.auxiliary_layers is not None:
             return self.features.auxiliary_layers
@@ -147,20 +151,18 @@ class Recipe(Outline):
 
     @property
     def fed(self) -> bool:
-        """Whether the states are made while training reads them."""
+        """True if the states are computed while training reads them."""
         return self.features.keep == "window" and bool(self.to_train)
 
     @property
     def worker_gpus(self) -> float | None:
-        """GPUs of one worker of the dump; None: one where a node has any. On a CPU an engine's parallel parts take
-        none.
-        """
+        """GPUs of one worker of the dump; None: one if a node has any. On a CPU an engine's parallel parts use none."""
         parallel = self.target.tensor_parallel if self.target.device != "cpu" else 1
         return float(parallel) if parallel > 1 else self.features.gpus_per_worker
 
     @property
     def small_models(self) -> dict[str, TargetConfig]:
-        """The drafts that are somebody's models, as a target would be asked for."""
+        """The drafts that are existing models, each with a target's settings for loading it."""
         keys = ("model", "revision", "trust_remote_code")
         return {
             name: TargetConfig(**{key: getattr(config, key) for key in keys})
@@ -169,5 +171,5 @@ class Recipe(Outline):
         }
 
     def with_features(self, **changes: Any) -> "Recipe":
-        """A copy with other keys of [features]; not validated."""
+        """Return a copy with these keys of [features] changed; not validated."""
         return self.model_copy(update={"features": self.features.model_copy(update=changes)})

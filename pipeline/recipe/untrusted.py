@@ -1,8 +1,8 @@
-"""What is taken out of files that somebody else wrote: a release's recipe and settings, a published draft's facts.
+"""The fields read from files that somebody else wrote: a release's recipe and settings, a published draft's facts.
 
-Guarantee: only the fields named here, each with its type and bounds, built anew; whatever else such a file says has no
-effect. Never taken: a target's code (`trust_remote_code`), an engine and its Python, paths and addresses, numbers of
-processes, and what would weaken the losslessness check.
+Guarantee: only the fields defined here, each with its type and bounds, are read; anything else in such a file has no
+effect. Never read: permission to run a target's code (`trust_remote_code`), an engine and its Python, paths and
+addresses, numbers of processes, and settings that would weaken the losslessness check.
 """
 
 import json
@@ -24,19 +24,19 @@ from pipeline.lm.config import TargetConfig
 
 ON_HUB = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
 MODEL = rf"{ON_HUB}|{embedded.PREFIX}[A-Za-z0-9_.-]{{1,96}}"
-FILE = r"^([A-Za-z0-9_]+/)?[A-Za-z0-9_]+[.](jinja|py|txt)$"  # of a release, whose content its config.json seals
+FILE = r"^([A-Za-z0-9_]+/)?[A-Za-z0-9_]+[.](jinja|py|txt)$"  # a file of a release with its hash in config.json
 LARGEST, WIDEST = 1 << 10, 1 << 24  # an integer of a draft's settings, and one of these:
 WIDTHS = {"vocabulary", "mask_token", "window", "width", "mlp_width", "expert_width", "rank", "anchors"}
 WIDTHS |= {"regression_steps"}
 TREE = {"depth": 1 << 10, "top_k": 1 << 16, "nodes": 1 << 16}
 
 
-def _without(parts: str, what: str) -> AfterValidator:
-    """Refuses a text in which the pattern `parts` occurs."""
+def _forbid(parts: str, description: str) -> AfterValidator:
+    """Return a validator that refuses texts in which the pattern `parts` occurs."""
 
     def check(value: str) -> str:
         if re.search(parts, value):
-            raise ValueError(f"it holds {what}")
+            raise ValueError(f"it holds {description}")
         return value
 
     return AfterValidator(check)
@@ -45,7 +45,7 @@ def _without(parts: str, what: str) -> AfterValidator:
 Short = Annotated[str, Field(max_length=500)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-Revision = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_./+-]{0,99}$"), _without(r"\.\.", "'..'")]
+Revision = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_./+-]{0,99}$"), _forbid(r"\.\.", "'..'")]
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 Keyword = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")]
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
@@ -54,13 +54,13 @@ Real = Annotated[float, Field(ge=-1e12, le=1e12)]
 
 
 class Untrusted(BaseModel):
-    """A part of such a file: what is not a field is left out."""
+    """A part of such a file; keys that are not fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class ReleasedTarget(Untrusted):
-    """A release's target, and how its conversations are rendered."""
+    """A release's target, and the settings of its chat template."""
 
     model: Short
     revision: Revision | None = None
@@ -71,13 +71,15 @@ class ReleasedTarget(Untrusted):
 
     @property
     def is_on_hub(self) -> bool:
-        """Whether its name says where it is, on any machine."""
+        """True if the name is an address that works on any machine, such as a Hub id."""
         return bool(re.fullmatch(MODEL, self.model))
 
     def config(
         self, model: str, chat_template: Path | None, device: str = "auto", trust_remote_code: bool = False
     ) -> TargetConfig:
-        """The target as a user asks for it. `chat_template`: a file whose content was checked. Raises ValueError."""
+        """Return the target's settings for loading. `chat_template`: a file whose content was checked. Raises
+        ValueError.
+        """
         return TargetConfig(
             model=model,
             revision=self.revision,
@@ -90,14 +92,14 @@ class ReleasedTarget(Untrusted):
 
 
 class ReleasedBenchmark(Untrusted):
-    """Prompts that every machine has, or fetches from where this project says: never a path or a data set's name."""
+    """Prompts that every machine has, or downloads from an address in this project; never a path or a data set."""
 
     source: Short
     prompts: Annotated[int, Field(ge=1, le=100_000)] | None = None
 
 
 class ReleasedEval(Untrusted):
-    """How a release was measured."""
+    """The settings with which a release was measured."""
 
     benchmarks: Annotated[dict[Short, ReleasedBenchmark], Field(min_length=1, max_length=100)]
     temperatures: Annotated[list[Annotated[float, Field(ge=0, le=10)]], Field(min_length=1, max_length=100)]
@@ -115,7 +117,7 @@ class ReleasedPublish(Untrusted):
 
 
 class ReleasedRecipe(Untrusted):
-    """What another machine needs of a release's recipe to measure its draft again."""
+    """The part of a release's recipe that another machine needs to measure its draft again."""
 
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     target: ReleasedTarget
@@ -124,7 +126,7 @@ class ReleasedRecipe(Untrusted):
 
 
 class Decoding(Untrusted):
-    """What `load` needs of it."""
+    """The part of a release's recipe that `load` needs."""
 
     class Eval(Untrusted):
         dtype: Dtype
@@ -143,8 +145,8 @@ class DraftedTarget(Untrusted):
     template: Fingerprint
 
 
-def _is_rope(rope: dict[str, Any]) -> dict[str, Any]:
-    """Raises ValueError for a RoPE that no draft here computes."""
+def _check_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """Return the RoPE settings. Raises ValueError if no draft of this project computes them."""
     numbers = [rope.get(name) for name in ("rope_theta", "factor", "original_max_position_embeddings")]
     are_positive = all(x is None or (type(x) in (int, float) and x > 0) for x in numbers)
     if rope.get("rope_type", "default") not in ROPES or not are_positive:
@@ -153,7 +155,7 @@ def _is_rope(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 class Shapes(Untrusted):
-    """A draft's, as `pipeline.drafts.parts.layers.shapes_of` gives them."""
+    """A draft's shapes, as `pipeline.drafts.parts.layers.shapes_of` returns them."""
 
     hidden_size: Size
     intermediate_size: Size | None
@@ -164,16 +166,16 @@ class Shapes(Untrusted):
     rope_parameters: Annotated[
         dict[Word, Scalar | Annotated[list[Scalar], Field(max_length=LARGEST)] | None],
         Field(max_length=32),
-        AfterValidator(_is_rope),
+        AfterValidator(_check_rope),
     ]
     max_position_embeddings: Size
     vocab_size: Size
     target_layers: Annotated[int, Field(ge=1, le=4096)]
-    known_tokens: Size | None = None  # where the target's vocabulary has rows that no token uses
+    known_tokens: Size | None = None  # set if the target's vocabulary has rows that no token uses
 
 
 class DraftConfigFile(Untrusted):
-    """What config.json says of a draft, beside its settings and its method."""
+    """The facts about a draft in its config.json, without its settings and its method."""
 
     shapes: Shapes
     target: DraftedTarget
@@ -184,7 +186,7 @@ class DraftConfigFile(Untrusted):
 
 
 class Trained(Untrusted):
-    """How a draft was trained, as far as anything here asks."""
+    """The facts about a draft's training that this project uses."""
 
     steps: Count | None = None
     epochs: Count | None = None
@@ -203,8 +205,8 @@ Part = TypeVar("Part", bound=Untrusted)
 
 
 def parse_untrusted(kind: type[Part], raw: Any, where: object, remedy: str) -> Part:
-    """The fields of `kind` in a JSON value. Raises PipelineError that names the first that is missing, or of another
-    type or size.
+    """Return the fields of `kind` in a JSON value. Raises PipelineError that names the first field that is missing, or
+    has a wrong type or size.
     """
     try:
         return kind.model_validate_json(json.dumps(raw))
@@ -217,8 +219,8 @@ def parse_untrusted(kind: type[Part], raw: Any, where: object, remedy: str) -> P
 
 
 def require_draft_in_bounds(config: DraftConfig, may: Literal["trained", "secondary"]) -> None:
-    """Raises ValueError for settings of a draft that somebody else may not choose: a file or a model to read, or a
-    size that no draft has.
+    """Raise ValueError for settings of a draft that somebody else may not choose: a file or a model to read, or a size
+    that no draft has.
     """
     fits = config.trained if may == "trained" else config.may_be_secondary
     if not fits or config.start is not None or config.corpus is not None:
@@ -231,7 +233,7 @@ def require_draft_in_bounds(config: DraftConfig, may: Literal["trained", "second
 
 
 def require_method_in_bounds(method: Method) -> None:
-    """Raises ValueError for a tree, or more secondary sources, than any that pays."""
+    """Raise ValueError for a tree or a number of secondary sources that is too large to be useful."""
     for name in method.sources:
         if name and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
             raise ValueError(f"{name!r} is no name of a draft")

@@ -1,4 +1,4 @@
-"""The draft checkpoint: what is written comes back bit for bit, and what is not that draft is refused."""
+"""The draft checkpoint: weights are read bit for bit as they were written, and anything else is refused."""
 
 import shutil
 from collections.abc import Callable
@@ -74,13 +74,13 @@ def test_what_was_saved_is_loaded_bit_for_bit(make, embed_head, name, changes, d
     loaded.bind(embed_head)
     states, tokens = torch.ones(1, 5, 3, 32, dtype=dtype), torch.tensor([[1, 2, 3, 4, 5]])
     bf16_embed_head = embed_head.to(torch.device("cpu"), dtype)
-    for one in (draft, loaded):
-        one.bind(bf16_embed_head)
+    for first in (draft, loaded):
+        first.bind(bf16_embed_head)
     positions = torch.arange(5)[None]
     needed = states[:, :, : draft.needs.final + len(draft.needs.auxiliary)]
-    both = [one._trunk(one.features(needed), tokens, positions, None, None) for one in (draft, loaded)]
+    both = [first._trunk(first.features(needed), tokens, positions, None, None) for first in (draft, loaded)]
     assert torch.equal(*both)
-    assert torch.equal(*(one.logits(both[0]) for one in (draft, loaded)))
+    assert torch.equal(*(first.logits(both[0]) for first in (draft, loaded)))
 
 
 def test_what_stands_in_the_folder(make, embed_head, tiny_recipe):
@@ -98,7 +98,7 @@ def test_what_stands_in_the_folder(make, embed_head, tiny_recipe):
 
 
 def test_an_interrupted_save_leaves_no_checkpoint(make, embed_head, tiny_recipe, monkeypatch):
-    """The old config.json goes first: new weights must never stand beside it."""
+    """The old config.json is removed first: it must never be next to new weights."""
     folder, draft = make()
 
     def crash(*_, **__):
@@ -121,14 +121,14 @@ def test_a_release_has_a_method_of_its_own(make, tmp_path):
     assert saved.method == replace(method, tree=replace(method.tree, parallel=2))  # what the draft makes of it
     loaded = saved.loaded(draft)
     assert loaded.draft.draft is draft and loaded.tree == saved.tree
-    assert {name: one.config for name, one in loaded.draft.secondary.items()} == {"lookup": PromptLookupConfig()}
+    assert {name: config.config for name, config in loaded.draft.secondary.items()} == {"lookup": PromptLookupConfig()}
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 def put(*section: str, **values: object) -> Callable[[dict], None]:
-    """Into a section of config.json, or beside them all."""
+    """Add keys to a section of config.json, or at its top level."""
 
     def change(raw: dict) -> None:
         for key in section:
@@ -204,7 +204,7 @@ def test_a_config_that_is_forged_or_not_the_weights_is_refused(make, embed_head,
 
 
 def replaced(old: str, new: str) -> Callable[[Path], None]:
-    """A digit that changed: the weights would load, and be used wrongly."""
+    """A changed digit: the weights would load, and be used wrongly."""
     return lambda folder: replace_once(folder / CONFIG, old, new)
 
 
@@ -228,8 +228,8 @@ def test_files_that_are_missing_or_changed_are_refused(make, embed_head, damage,
 
 def test_another_target_and_ids_that_do_not_ascend_are_refused(make, embed_head, tiny_recipe):
     folder, draft = make()
-    said = rf"fingerprint {embed_head.fingerprint}.*at hand has fingerprint 0123456789abcdef"
-    with pytest.raises(PipelineError, match=said):
+    message = rf"fingerprint {embed_head.fingerprint}.*at hand has fingerprint 0123456789abcdef"
+    with pytest.raises(PipelineError, match=message):
         load(folder, "0123456789abcdef")
     draft.set_vocabulary(draft.token_ids_U.flip(0))
     save(folder, draft, draft.state_dict(), tiny_recipe, "jakiro", {})
@@ -247,16 +247,16 @@ def test_what_goes_into_a_release_beside_the_weights_is_checked(make, tiny_recip
     with pytest.raises(PipelineError, match=r"metrics.jsonl was changed or damaged after the training"):
         metrics_of(folder)
     for name in ("provenance.json", "recipe.json"):
-        whole = (folder / name).read_text()
+        content = (folder / name).read_text()
         replace_once(folder / name, '"tiny"', '"tina"')
         (tmp_path / name).mkdir()
         with pytest.raises(PipelineError, match=rf"{name} was changed or damaged"):
             export(folder, tmp_path / name, read_config(folder).method, {}, folder / "recipe.json")
-        (folder / name).write_text(whole)
+        (folder / name).write_text(content)
 
 
 def test_a_draft_is_of_what_its_features_were_dumped_from(tiny_recipe, loaded_target, embed_head):
-    """A target whose tokenizer changes while it is trained is another one."""
+    """A target whose tokenizer changes during the training counts as another one."""
     draft = build(tiny_recipe.draft["eagle"], shapes_of(loaded_target.config))
     draft.bind(embed_head)
     folder, spec = tiny_recipe.paths.draft("eagle"), feature_spec(tiny_recipe)

@@ -9,7 +9,7 @@ import pytest
 from pipeline.basics import accelerator
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe import dtypes
-from pipeline.recipe.dtypes import KEPT
+from pipeline.recipe.dtypes import FILE_NAME
 from pipeline.recipe.identity import dump_hash, run_hash
 from pipeline.recipe.load import load_recipe
 from tests.kit import dump_here, recipe_tree, run_command, run_warm, write_recipe, write_sharegpt
@@ -66,17 +66,17 @@ def test_an_explicit_dtype_is_not_what_auto_became(recipe_file, machine):
 def test_every_stage_keeps_the_dtypes(recipe_file, stage):
     run_warm([sys.executable, stage, str(recipe_file), "--set", "data.source=nowhere.json"])
     recipe = load_recipe(recipe_file)
-    assert json.loads((recipe.paths.run / KEPT).read_text()) == dict.fromkeys(dtypes.SECTIONS, recipe.target.dtype)
+    assert json.loads((recipe.paths.run / FILE_NAME).read_text()) == dict.fromkeys(dtypes.SECTIONS, recipe.target.dtype)
 
 
 STRANGE = [{"target": "auto"}, {"target": ["float32"]}, {"code": "float32"}, {"eval": "float16"}]
 
 
-@pytest.mark.parametrize("kept", STRANGE)
-def test_a_record_that_holds_something_else_is_refused(recipe_file, kept):
+@pytest.mark.parametrize("content", STRANGE)
+def test_a_record_that_holds_something_else_is_refused(recipe_file, content):
     run = load_recipe(recipe_file).paths.run
     run.mkdir()
-    (run / KEPT).write_text(json.dumps(kept))
+    (run / FILE_NAME).write_text(json.dumps(content))
     with pytest.raises(PipelineError, match=r"expected one of .* for each of"):
         load_recipe(recipe_file)
 
@@ -99,7 +99,7 @@ def test_a_plan_says_which_dtypes_and_why(recipe_file, machine):
 def test_a_device_that_is_elsewhere_computes_bfloat16(recipe_file):
     recipe = load_recipe(recipe_file, ["target.device=cuda"])
     assert by_section(recipe) == {"bfloat16"}
-    assert dtypes.describe_bfloat16("cuda") == "target.device='cuda' is not here"
+    assert dtypes.describe_bfloat16("cuda") == "this machine has no target.device='cuda'"
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="limits the instruction set of x86")

@@ -6,7 +6,7 @@ import torch
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Sampling, plain
 from pipeline.features.engines import identity_of, open_source
-from pipeline.features.engines.here import ALIVE_EVERY, GumbelNoise
+from pipeline.features.engines.in_process import ALIVE_EVERY, GumbelNoise
 from pipeline.features.source import Answer, FeatureSource, Prompt
 from pipeline.lm.config import TargetConfig
 
@@ -33,9 +33,9 @@ def test_it_says_what_its_states_are_without_being_loaded(tiny_target, source):
 
 
 def test_states_of_a_batch_are_those_of_each_text_alone(source, loaded_target):
-    found = list(source.states(TEXTS))
-    assert [tuple(states_TSD.shape) for states_TSD in found] == [(len(text), 3, 32) for text in TEXTS]
-    for text, states_TSD in zip(TEXTS, found, strict=True):
+    states = list(source.states(TEXTS))
+    assert [tuple(states_TSD.shape) for states_TSD in states] == [(len(text), 3, 32) for text in TEXTS]
+    for text, states_TSD in zip(TEXTS, states, strict=True):
         with torch.inference_mode():
             out = loaded_target.model(input_ids=torch.tensor([text]), output_hidden_states=True)
         want = torch.stack([out.hidden_states[-1][0], out.hidden_states[1][0]], 1)
@@ -51,7 +51,7 @@ def test_answers_are_plain_decodings_whatever_else_is_in_the_batch_and_bring_the
     for prompt, answer in zip(prompts, together, strict=True):
         assert answer.tokens == plain(loaded_target, prompt.tokens, greedy(source, 40)).tokens
         assert answer.states_TSD is None
-        for plainly in (False, True):  # whoever answers one prompt alone gives signs of life, too
+        for plainly in (False, True):  # `alive` is called for a single prompt, too
             signs.clear()
             options = {"alive": lambda: signs.append(1), "plainly": plainly}
             assert list(source.answers([prompt], greedy(source, 40), **options)) == [answer]
@@ -63,7 +63,7 @@ def test_answers_are_plain_decodings_whatever_else_is_in_the_batch_and_bring_the
 
 @pytest.mark.parametrize(("plainly", "sound"), [(True, 0), (False, 0), (False, 2)])
 def test_logits_that_are_not_finite_are_refused(source, plainly, sound):
-    """`sound` forwards are finite, then none is."""
+    """The first `sound` forward passes are finite, later ones are not."""
     forwards = []
 
     def spoil(_module, _inputs, out):

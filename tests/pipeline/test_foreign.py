@@ -1,4 +1,4 @@
-"""What others' config.json says: read as their code computes it, or refused by the name of what it says otherwise."""
+"""The config.json of other projects' drafts: read as their code computes it, or refused with the name of the key."""
 
 import json
 
@@ -147,7 +147,7 @@ def test_what_is_not_computed_here_is_refused_by_its_key(released, settings, con
 
 
 @pytest.mark.parametrize(
-    ("settings", "config", "mine", "complaint"),
+    ("settings", "config", "recipe_value", "complaint"),
     [
         (EAGLE, {}, {"mlp_width": 9}, r"size mismatch for layers.0.mlp.gate_proj.weight: .*\[64, 32\].*\[9, 32\]"),
         # a last layer that is fused is one of the draft
@@ -158,10 +158,12 @@ def test_what_is_not_computed_here_is_refused_by_its_key(released, settings, con
         (EAGLE_3, {"norm_before_residual": True}, {}, "norm_before_residual=True: set draft"),
     ],
 )
-def test_another_setting_of_the_recipe_is_refused_with_the_true_one(released, settings, config, mine, complaint):
+def test_another_setting_of_the_recipe_is_refused_with_the_true_one(
+    released, settings, config, recipe_value, complaint
+):
     recipe, folder, _ = released(settings, **config)
     with pytest.raises(PipelineError, match=complaint):
-        import_draft(folder, with_settings(recipe, settings | mine), "theirs")
+        import_draft(folder, with_settings(recipe, settings | recipe_value), "theirs")
 
 
 READ = [  # the draft's settings, what config.json says
@@ -187,9 +189,9 @@ READ = [  # the draft's settings, what config.json says
 
 @pytest.mark.parametrize(("settings", "config"), READ)
 def test_what_computes_the_same_is_read(released, settings, config):
-    recipe, folder, ours = released(settings, **config)
+    recipe, folder, weights = released(settings, **config)
     import_draft(folder, recipe, "theirs")
-    assert_imported(recipe, ours)
+    assert_imported(recipe, weights)
 
 
 SHAPES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "head_dim": 8}
@@ -295,8 +297,8 @@ def test_a_config_as_its_writers_save_it_is_known(released, form):
 def test_what_a_file_does_not_say_is_the_recipes_and_printed(released, settings, config, line):
     blocks = TWO | {"block_size": 4} if settings["kind"] == "dflash" else {}
     recipe, folder, _ = released(settings, **(blocks | config))
-    said = import_draft(folder, recipe, "theirs")
-    assert [text for text in said if text.startswith("assumed ")] == [f"assumed {line}: the file does not say it"]
+    lines = import_draft(folder, recipe, "theirs")
+    assert [text for text in lines if text.startswith("assumed ")] == [f"assumed {line}: the file does not say it"]
 
 
 def test_keys_that_nothing_reads_are_printed(released):

@@ -1,4 +1,4 @@
-"""Released checkpoints become ours: names and shapes of the authors, SpecForge and speculators, random weights."""
+"""Import of released checkpoints: names and shapes of the authors, SpecForge and speculators, with random weights."""
 
 import json
 import re
@@ -36,7 +36,7 @@ DSPARK_OF_SPECULATORS = BLOCKS | {
 }
 
 
-def same(name):
+def same_name(name):
     return name
 
 
@@ -51,22 +51,22 @@ def gumihos(name):
 @pytest.mark.parametrize(
     ("settings", "renamed", "more", "config"),  # our name -> theirs; what else is there; what it says beside shapes
     [
-        (EAGLE | {"fc_bias": True}, same, EMBEDDED, {}),
-        (EAGLE, same, EMBEDDED | INV_FREQ, {}),
-        ({"kind": "jakiro", "fc_bias": True}, same, EMBEDDED, {}),
+        (EAGLE | {"fc_bias": True}, same_name, EMBEDDED, {}),
+        (EAGLE, same_name, EMBEDDED | INV_FREQ, {}),
+        ({"kind": "jakiro", "fc_bias": True}, same_name, EMBEDDED, {}),
         ({"kind": "gumiho", "fc_bias": True}, gumihos, EMBEDDED, {}),
-        (REDUCED, same, {}, {}),
+        (REDUCED, same_name, {}, {}),
         (REDUCED | {"norm_before_residual": True}, by_layer, EMBEDDED, EAGLE_3_OF_SPECULATORS),
         (P_EAGLE | {"vocabulary": 64}, by_layer, EMBEDDED, P_EAGLE_OF_SPECULATORS),
         (
             DFLASH | {"window": 24, "vocabulary": 64},
-            same,
+            same_name,
             {"lm_head.weight": (64, 32)},
             DFLASH_OF_SPECULATORS | {"projector_type": "dflash"},
         ),
         (
             DFLASH | {"kind": "dspark", "rank": 8, "window": 24},
-            same,
+            same_name,
             {"lm_head.weight": (260, 32)} | CONFIDENCE,
             DSPARK_OF_SPECULATORS,
         ),
@@ -75,15 +75,15 @@ def gumihos(name):
 def test_a_released_checkpoint_becomes_ours_to_the_bit(
     released, loaded_target, embed_head, settings, renamed, more, config
 ):
-    recipe, folder, ours = released(settings, renamed, more, **config)
-    said = import_draft(folder, recipe, "theirs")
+    recipe, folder, weights = released(settings, renamed, more, **config)
+    lines = import_draft(folder, recipe, "theirs")
     draft = checkpoint.load(recipe.paths.draft("theirs"), fingerprint(recipe.target))
-    assert draft.state_dict().keys() == ours.keys()
-    assert all(torch.equal(x, ours[name]) for name, x in draft.state_dict().items())
+    assert draft.state_dict().keys() == weights.keys()
+    assert all(torch.equal(x, weights[name]) for name, x in draft.state_dict().items())
     assert draft.shapes["rms_norm_eps"] == 1e-5 and draft.shapes["rope_parameters"]["rope_theta"] == 5000.0
     for name in more:
-        assert any(line.startswith(f"dropped {name}: ") for line in said)
-    assert len(said) >= 1 + len(more) + (2 if "vocabulary" in settings else 0)
+        assert any(line.startswith(f"dropped {name}: ") for line in lines)
+    assert len(lines) >= 1 + len(more) + (2 if "vocabulary" in settings else 0)
     draft.bind(embed_head)
     method = LoadedMethod(draft, recipe.tree("theirs"))
     for sampling in (Sampling(16, NEVER), Sampling(16, NEVER, temperature=1.0, seed=1)):
@@ -95,14 +95,14 @@ def test_a_released_checkpoint_becomes_ours_to_the_bit(
 
 
 def change_weights(folder, change):
-    """Writes the folder's weights anew, with those of `change`, and without those that are None there."""
+    """Write the folder's weights again, with the changes that `change` returns; None removes a tensor."""
     weights = load_file(folder / "model.safetensors")
     weights |= change(weights)
     save_file({name: x.contiguous() for name, x in weights.items() if x is not None}, folder / "model.safetensors")
 
 
 def filled(weights, place, value):
-    """The offsets, with another one."""
+    """Return the offsets with one of them changed."""
     return {"d2t": weights["d2t"].index_fill(0, torch.tensor([place]), value)}
 
 
@@ -116,7 +116,7 @@ SMALL = {"kind": "jakiro", "vocabulary": 64}  # whose head is the target's
     ("settings", "change", "complaint"),
     [
         (REDUCED, lambda w: {"t2d": w["t2d"].roll(1)}, "t2d names 64 tokens, but d2t 64 others"),
-        (REDUCED, lambda w: {"t2d": WHOLE["t2d"]}, "t2d names 260 tokens, but d2t 64 others"),
+        (REDUCED, lambda w: {"t2d": FULL_VOCABULARY["t2d"]}, "t2d names 260 tokens, but d2t 64 others"),
         (REDUCED, lambda w: filled(w, 1, 4), "t2d names 64 tokens, but d2t 64 others"),
         (REDUCED, lambda w: {"d2t": None}, "t2d names 64 tokens, but there is no d2t"),
         (EAGLE_3, lambda w: {"t2d": torch.tensor(True)}, "t2d names 1 tokens, but there is no d2t"),
@@ -143,13 +143,18 @@ def test_tensors_that_are_not_the_drafts_are_refused_by_name(released, settings,
 
 
 BIAS = "midlayer.self_attn.o_proj.bias"
-WHOLE = {"d2t": torch.zeros(260, dtype=torch.long), "t2d": torch.ones(260, dtype=torch.bool)}
+FULL_VOCABULARY = {"d2t": torch.zeros(260, dtype=torch.long), "t2d": torch.ones(260, dtype=torch.bool)}
 
 
 @pytest.mark.parametrize(
     ("settings", "config", "change", "line"),
     [
-        (EAGLE_3, {}, lambda w: WHOLE, "dropped d2t: every token of the target is one of the draft's"),  # of SpecForge
+        (
+            EAGLE_3,
+            {},
+            lambda w: FULL_VOCABULARY,
+            "dropped d2t: every token of the target is one of the draft's",
+        ),  # of SpecForge
         (
             EAGLE_3,
             {},
@@ -160,10 +165,10 @@ WHOLE = {"d2t": torch.zeros(260, dtype=torch.long), "t2d": torch.ones(260, dtype
     ],
 )
 def test_tensors_that_say_nothing_more_are_dropped_or_made(released, settings, config, change, line):
-    recipe, folder, ours = released(settings, **config)
+    recipe, folder, weights = released(settings, **config)
     change_weights(folder, change)
     assert any(re.match(line, text) for text in import_draft(folder, recipe, "theirs"))
-    assert_imported(recipe, ours | ({BIAS: torch.zeros(32)} if BIAS in ours else {}))
+    assert_imported(recipe, weights | ({BIAS: torch.zeros(32)} if BIAS in weights else {}))
 
 
 def medusas(name):
@@ -210,15 +215,15 @@ PREFIX = {UNREAD: (260, 32), "prefix_embeding_layer.layers.0.self_attn.rotary_em
 def test_heads_whose_config_has_no_shapes_take_the_targets(
     released, loaded_target, embed_head, settings, renamed, more, config
 ):
-    recipe, folder, ours = released(settings, renamed, more)
+    recipe, folder, weights = released(settings, renamed, more)
     (folder / "config.json").write_text(json.dumps(config))
     kind, true = settings["kind"], recipe.draft["theirs"]
     wrong = {"heads": 4, "blocks": 1, "head_bias": not true.head_bias}
     wrong |= {"prefix": not true.prefix} if kind == "hydra" else {}
     for key, value in wrong.items():
-        other = with_settings(recipe, settings | {key: value}, output=str(folder / key))
+        second = with_settings(recipe, settings | {key: value}, output=str(folder / key))
         with pytest.raises(PipelineError, match=rf"{key}={getattr(true, key)}: set draft.theirs.{key}"):
-            import_draft(folder, other, "theirs")
+            import_draft(folder, second, "theirs")
     if kind == "hydra":
         (folder / "config.json").write_text(json.dumps(config | {"hidden_state_offset": 1}))
         with pytest.raises(PipelineError, match=r"an earlier layer .hidden_state_offset=1.*offset 0"):
@@ -226,9 +231,9 @@ def test_heads_whose_config_has_no_shapes_take_the_targets(
         (folder / "config.json").write_text(json.dumps(config | {"hidden_state_offset": 0}))
     torch.save(load_file(folder / "model.safetensors"), folder / f"{kind}_lm_head.pt")
     (folder / "model.safetensors").unlink()
-    said = import_draft(folder, recipe, "theirs")
-    assert (f"dropped {UNREAD}: nothing here reads it" in said) == (UNREAD in more)
-    assert_imported(recipe, ours)
+    lines = import_draft(folder, recipe, "theirs")
+    assert (f"dropped {UNREAD}: nothing here reads it" in lines) == (UNREAD in more)
+    assert_imported(recipe, weights)
     draft = checkpoint.load(recipe.paths.draft("theirs"), fingerprint(recipe.target))
     draft.bind(embed_head)
     got = speculative(loaded_target, LoadedMethod(draft, recipe.tree("theirs")), prompt_of(1), Sampling(16, NEVER))
@@ -239,7 +244,7 @@ def test_heads_whose_config_has_no_shapes_take_the_targets(
 
 
 def sharded(folder, weights, stem="model", ending="safetensors", write=save_file):
-    """Its weights in two files, and an index."""
+    """Write the weights in two files, and an index."""
     (folder / "model.safetensors").unlink()
     files = {name: f"part-{1 + n % 2}.{ending}" for n, name in enumerate(weights)}
     for file in set(files.values()):
@@ -262,10 +267,10 @@ def pickled(folder, content):
     ids=["index", "index of pickles", "a trainer's pickle"],
 )
 def test_weights_are_read_from_files_as_others_write_them(released, write, files):
-    recipe, folder, ours = released(REDUCED)
+    recipe, folder, weights = released(REDUCED)
     write(folder, load_file(folder / "model.safetensors"))
     import_draft(folder, recipe, "theirs")
-    assert_imported(recipe, ours)
+    assert_imported(recipe, weights)
     sums = checkpoint.read_config(recipe.paths.draft("theirs")).training["imported"]["sha256"]
     assert len(sums.split(", ")) == files
 
@@ -291,7 +296,7 @@ ALONE = "pytorch_model.bin cannot be read as weights alone"
     [
         (lambda folder, _: (folder / "config.json").unlink(), "holds no config.json"),
         (lambda folder, _: (folder / "model.safetensors").unlink(), "holds none of model.safetensors, "),
-        (with_index({"weight_map": {"fc.weight": "../part-1.safetensors"}}), "expected names of files beside it"),
+        (with_index({"weight_map": {"fc.weight": "../part-1.safetensors"}}), "expected names of files next to it"),
         (with_index({"weight_map": {"fc.weight": "no.bin"}}), "holds no no.bin, which"),
         (with_index([1]), "is a JSON list, expected an object"),
         (one_part_twice, "which another file of its index holds, too"),
@@ -311,7 +316,7 @@ def test_files_that_are_no_checkpoint_are_refused(released, write, complaint):
 
 
 def endless():
-    """A value that takes no room and whose hash takes 2 ** 60 steps."""
+    """Return a small value whose hash takes 2 ** 60 steps."""
     value = ()
     for _ in range(60):
         value = (value, value)
@@ -366,18 +371,18 @@ def test_a_reading_that_ends_without_a_message_gets_one(tmp_path, monkeypatch, s
 def test_tensors_that_share_their_storage_are_read_from_a_pickle(tmp_path):
     weight = torch.rand(40, 50)
     torch.save({"embedding": weight, "head": weight}, tmp_path / "model.ckpt")
-    found = read_weights([tmp_path / "model.ckpt"])
-    assert all(torch.equal(found[name], weight) for name in ("embedding", "head"))
+    tensors = read_weights([tmp_path / "model.ckpt"])
+    assert all(torch.equal(tensors[name], weight) for name in ("embedding", "head"))
 
 
 def test_a_relative_path_is_read_where_the_command_runs_not_in_the_checkout(tmp_path, monkeypatch):
-    checkout, here = tmp_path / "checkout", tmp_path / "here"
-    for number, folder in enumerate((checkout, here)):
+    checkout, current = tmp_path / "checkout", tmp_path / "here"
+    for number, folder in enumerate((checkout, current)):
         folder.mkdir()
         torch.save({"w": torch.tensor([number])}, folder / "model.ckpt")
     (checkout / "pipeline").symlink_to(ROOT / "pipeline")
     monkeypatch.setattr("pipeline.artifacts.unpickle.ROOT", checkout)
-    monkeypatch.chdir(here)
+    monkeypatch.chdir(current)
     assert read_weights([Path("model.ckpt")])["w"].item() == 1
 
 

@@ -1,4 +1,4 @@
-"""What an artifact says of where it comes from, and what it keeps to itself."""
+"""The provenance that an artifact records, and the private facts that it leaves out."""
 
 import json
 import re
@@ -91,35 +91,35 @@ def test_the_resolved_recipe_keeps_paths_to_itself(tiny_recipe, tmp_path):
 
 
 def differing(recipe: Recipe, **sections) -> tuple[Recipe, list[str]]:
-    """A recipe with other keys, and the keys that the weights of "eagle" depend on."""
+    """Return a recipe with changed keys, and the keys that the weights of "eagle" depend on."""
     tree = recipe.model_dump(mode="json")
     for section, keys in sections.items():
         tree[section] = {**tree[section], **keys}
-    other = Recipe.model_validate(tree)
-    return other, training_keys(other, "eagle")
+    changed = Recipe.model_validate(tree)
+    return changed, training_keys(changed, "eagle")
 
 
 def test_the_keys_that_a_draft_was_trained_with_otherwise_are_named_with_both_values(tiny_recipe, tmp_path):
     write_provenance(tmp_path, tiny_recipe)
-    found = recorded(tmp_path)
-    assert found.differences(*differing(tiny_recipe)) == ""
+    stored_recipe = recorded(tmp_path)
+    assert stored_recipe.differences(*differing(tiny_recipe)) == ""
     drafts = {name: {**config.to_json(), "fc_bias": True} for name, config in tiny_recipe.draft.items()}
-    other = differing(tiny_recipe, target={"template_keywords": {"enable_thinking": False}}, draft=drafts)
-    assert found.differences(*other) == (
+    changed = differing(tiny_recipe, target={"template_keywords": {"enable_thinking": False}}, draft=drafts)
+    assert stored_recipe.differences(*changed) == (
         "target.template_keywords.enable_thinking: absent -> false, draft.eagle.fc_bias: false -> true"
     )
     unasked = {"eval": {"tree": {"depth": 2}}, "features": {"batch_tokens": 7}, "train": {"checkpoint_every": 9}}
-    assert found.differences(*differing(tiny_recipe, **unasked)) == ""
+    assert stored_recipe.differences(*differing(tiny_recipe, **unasked)) == ""
     shallow = {"tree": {**tiny_recipe.eval.tree.to_json(), "depth": 2}}
     watched, keys = differing(tiny_recipe, train={"keep": "best"}, eval=shallow)
-    assert found.differences(watched, keys) == 'train.keep: "last" -> "best", eval.tree.depth: 3 -> 2'
+    assert stored_recipe.differences(watched, keys) == 'train.keep: "last" -> "best", eval.tree.depth: 3 -> 2'
 
 
 def test_layers_and_dtype_that_follow_from_the_drafts_are_named(tiny_recipe, tmp_path):
     write_provenance(tmp_path, tiny_recipe)
     drafts = {**tiny_recipe.model_dump(mode="json")["draft"], "third": {"kind": "eagle3"}}
-    other, _ = differing(tiny_recipe, draft=drafts)
-    assert recorded(tmp_path).differences(other, dump_keys(other)) == (
+    changed, _ = differing(tiny_recipe, draft=drafts)
+    assert recorded(tmp_path).differences(changed, dump_keys(changed)) == (
         'features.stored_dtype: "bfloat16" -> "float8_e4m3fn", features.auxiliary_layers: [] -> ["default"]'
     )
 
@@ -131,8 +131,8 @@ def test_this_users_own_recipe_also_tells_the_folder_of_a_path(tiny_recipe, tmp_
         "lies in another folder, which recipe.json does not keep"
     )
     write_own_recipe(tmp_path, tiny_recipe)
-    said = recorded(tmp_path).differences(moved, keys)
-    assert said == f'data.source: "{tiny_recipe.data.source}" -> "/elsewhere/data.json"'
+    message = recorded(tmp_path).differences(moved, keys)
+    assert message == f'data.source: "{tiny_recipe.data.source}" -> "/elsewhere/data.json"'
 
 
 HOSTILE = {
@@ -154,11 +154,13 @@ def test_a_strangers_recipe_is_shown_cut_and_moves_no_cursor(tiny_recipe, tmp_pa
     tree = {"data": {"source": "\x1b[2J" + "x" * 9000, "split": "secret-of-mine"}, "features": {"stored_dtype": [{}]}}
     tree |= {"target": {f"key\x1b{number}": 1 for number in range(99)}, "draft": {"eagle": {"kind": "\x1b"}}}
     write_sealed(tmp_path / "recipe.json", tree)
-    found = recorded(tmp_path)
-    said = [settings_said(found, tiny_recipe, [section]) for section in ("data", "target", "draft", "features")]
-    assert found.layers is None and not any("\x1b" in line or "secret-of-mine" in line for line in said)
-    assert max(map(len, said)) < 2500 and re.search(r", and \d+ more keys$", said[1])
-    assert settings_said(found, tiny_recipe, ["target.key\x1b1"]) == r"'target.key\x1b1': 1 -> absent"
+    stored_recipe = recorded(tmp_path)
+    message = [
+        settings_said(stored_recipe, tiny_recipe, [section]) for section in ("data", "target", "draft", "features")
+    ]
+    assert stored_recipe.layers is None and not any("\x1b" in line or "secret-of-mine" in line for line in message)
+    assert max(map(len, message)) < 2500 and re.search(r", and \d+ more keys$", message[1])
+    assert settings_said(stored_recipe, tiny_recipe, ["target.key\x1b1"]) == r"'target.key\x1b1': 1 -> absent"
 
 
 def test_the_hardware_of_a_run_on_the_cpu_is_the_cpu(monkeypatch):
@@ -172,7 +174,7 @@ def test_the_hardware_of_a_run_on_the_cpu_is_the_cpu(monkeypatch):
 
 
 def test_the_recipe_beside_an_artifact_can_be_used_and_not_have_changed(tiny_recipe, tmp_path):
-    """One without a seal is a user's own."""
+    """A recipe without a seal is a user's own."""
     write_provenance(tmp_path, tiny_recipe)
     path = tmp_path / "recipe.json"
     assert load_recipe(path).draft == tiny_recipe.draft
@@ -199,11 +201,11 @@ def test_what_differs_of_a_release_is_named_with_both_values(tiny_recipe, tmp_pa
     tree["name"] = "other"  # neither this nor workers count
     tree["eval"]["benchmarks"]["more"] = {"source": "embedded:humaneval"}
     del tree["draft"]["eagle"]
-    other = Recipe.model_validate(tree)
-    keys = release.differences(other, release_keys(other))
+    changed = Recipe.model_validate(tree)
+    keys = release.differences(changed, release_keys(changed))
     assert "eval.max_new_tokens: 8 -> 9" in keys and "workers" not in keys and "name:" not in keys
-    gone = Recipe.model_validate(tiny_recipe.model_dump(mode="json") | {"draft": tree["draft"]})
-    assert "draft.eagle.vocabulary: null -> absent" in release.differences(gone, release_keys(gone))
+    removed = Recipe.model_validate(tiny_recipe.model_dump(mode="json") | {"draft": tree["draft"]})
+    assert "draft.eagle.vocabulary: null -> absent" in release.differences(removed, release_keys(removed))
     more = Recipe.model_validate(tree | {"draft": tiny_recipe.model_dump(mode="json")["draft"]})
     added = release.differences(more, release_keys(more))
     assert 'eval.benchmarks.more.source: absent -> "embedded:humaneval"' in added

@@ -108,7 +108,7 @@ def misspelt(key: str, nearest: str) -> str:
         ),
         (["publish.license='Llama_3.1'"], "did you mean 'llama3.1'? Expected one of https://huggingface.co/docs"),
         (["publish.license=''"], "'' is no license identifier of the Hub. Expected"),
-        (["publish.license=mine"], "and 'other' for a license that is not there"),
+        (["publish.license=mine"], "or 'other' for a license that is not listed"),
         (["eval.methods.main.tree.nodes=38"], "nodes=38, but depth 3 with top_k 4 scores at most 37"),
         (["eval.methods.main.tree.nodes=3"], "nodes=3 cannot hold a path of depth 3: use at least 4"),
         (
@@ -157,28 +157,28 @@ def misspelt(key: str, nearest: str) -> str:
         (["data.heldout_fraction=1.5"], "data.heldout_fraction"),
         (["features.stored_dtype=int8"], "features.stored_dtype"),
         (["train.betas=[0.9]"], "train.betas"),
-        (["data.calibration_prompts=0", "train.keep=best"], "train.keep='best' goes by the answers"),
-        (["data.calibration_prompts=0", "train.decode=last"], "train.decode='last' goes by the answers"),
-        (["target.device=spread", "features.gpus_per_worker=2", "train.decode=last"], "wants all GPUs"),
+        (["data.calibration_prompts=0", "train.keep=best"], "train.keep='best' requires the answers"),
+        (["data.calibration_prompts=0", "train.decode=last"], "train.decode='last' requires the answers"),
+        (["target.device=spread", "features.gpus_per_worker=2", "train.decode=last"], "uses all GPUs"),
         (["train.pack_tokens=100", "data.max_length=160"], "train.pack_tokens=100 has no room for a dialogue of data."),
         (["features.gpus_per_worker=2"], "set target.device='spread'"),
-        (["target.device=spread"], "features.gpus_per_worker gives a worker no GPUs of its own: say how many"),
+        (["target.device=spread"], "features.gpus_per_worker gives a worker no GPUs of its own: set it"),
         (
             ["target.device=spread", "features.gpus_per_worker=2", "eval.workers=2"],
-            "eval.gpus_per_worker gives a worker no GPUs of its own: say how many",
+            "eval.gpus_per_worker gives a worker no GPUs of its own: set it",
         ),
-        (["features.gpus_per_worker=1.5", "target.device=spread"], "a part of one GPU, or whole ones"),
-        (["features.auxiliary_layers=[3, 1]"], "must be different layers in rising order"),
+        (["features.gpus_per_worker=1.5", "target.device=spread"], "use a fraction of one GPU, or a whole number"),
+        (["features.auxiliary_layers=[3, 1]"], "must be distinct layers in ascending order"),
         (["features.auxiliary_layers=[0]"], "greater than 0"),
         (["train.shards=local/shards"], "train.shards: a relative folder: give one that is the same from wherever"),
         (
             ["features.keep=window", "features.store=s3://a/b"],
-            "set train.shards, to another folder than OUTPUT/features",
+            "set train.shards to a folder other than OUTPUT/features",
         ),
         (["regenerate.top_p=0.9"], "choose nothing at temperature 0"),
         (
             ["data.answers=target", "features.keep=window"],
-            "features.keep='window' makes states of known texts, but data.answers='target': ask first",
+            "features.keep='window' computes states of existing texts, but data.answers='target': run",
         ),
     ],
 )
@@ -293,7 +293,7 @@ def test_the_resolved_recipe_loads_again_with_the_same_hash(recipe_file, tmp_pat
 
 
 def test_the_recipe_beside_an_artifact_loads_again_with_the_same_hash(recipe_file, tmp_path):
-    """Of a recipe without local paths: those are kept private, and differ."""
+    """Check hashes of a recipe without local paths, which are private and would differ."""
     recipe = load_recipe(recipe_file)
     write_provenance(tmp_path, recipe)
     again = load_recipe(tmp_path / "recipe.json")
@@ -311,13 +311,13 @@ def fields_of(section) -> list[str]:
 
 
 def with_key(section, key: str, value):
-    """A copy with another value, whatever the section thinks of it."""
+    """Return a copy with another value, which is not validated."""
     changed = copy.copy(section)
     changed.__dict__[key] = value
     return changed
 
 
-OTHER = {"start": f"they/draft@{'a' * 40}"}
+CHANGED_VALUES = {"start": f"they/draft@{'a' * 40}"}
 
 
 def variants(section, prefix: str = ""):
@@ -334,7 +334,9 @@ def variants(section, prefix: str = ""):
         else:
             yield (
                 f"{prefix}{key}",
-                with_key(section, key, {"changed": 1} if isinstance(value, dict) else OTHER.get(key, "changed")),
+                with_key(
+                    section, key, {"changed": 1} if isinstance(value, dict) else CHANGED_VALUES.get(key, "changed")
+                ),
             )
 
 
@@ -376,8 +378,8 @@ def test_the_dump_hash_depends_on_what_shards_hold(tree):
     assert changing(recipe, dump_hash) == expected
     assert changing(recipe, lambda r: calibration_hash(r, dump_hash(r))) == expected | ANSWERED
     tree["data"]["answers"] = "target"
-    asked = leaves(recipe, "seed", "regenerate.") - RUNTIME - JOBS
-    assert changing(Recipe.model_validate(tree), dump_hash) == expected | asked | {"target.engine"}
+    regenerated = leaves(recipe, "seed", "regenerate.") - RUNTIME - JOBS
+    assert changing(Recipe.model_validate(tree), dump_hash) == expected | regenerated | {"target.engine"}
 
 
 @of_any_value
@@ -419,10 +421,13 @@ def test_a_default_that_is_spelt_out_changes_no_hash(recipe_file):
 
 
 def test_a_draft_may_have_a_learning_rate_of_its_own(recipe_file):
-    plain, own = load_recipe(recipe_file), load_recipe(recipe_file, ["train.learning_rates.main=0.5"])
-    assert own.training("main").learning_rate == 0.5 and own.training("other") == plain.training("other") == plain.train
-    assert train_hash(own, "other") == train_hash(plain, "other")
-    assert train_hash(own, "main") == train_hash(load_recipe(recipe_file, ["train.learning_rate=0.5"]), "main")
+    plain, with_rates = load_recipe(recipe_file), load_recipe(recipe_file, ["train.learning_rates.main=0.5"])
+    assert (
+        with_rates.training("main").learning_rate == 0.5
+        and with_rates.training("other") == plain.training("other") == plain.train
+    )
+    assert train_hash(with_rates, "other") == train_hash(plain, "other")
+    assert train_hash(with_rates, "main") == train_hash(load_recipe(recipe_file, ["train.learning_rate=0.5"]), "main")
 
 
 def test_two_drafts_that_differ_only_in_their_tree_share_a_train_hash(recipe_file):

@@ -19,10 +19,12 @@ from tests.preprocess.test_regenerate import dialogues_of, with_answers
 
 
 class Completions(Loopback):
-    """Answers by plain decoding, behind the faults that a test lists: statuses, or "cut" for a connection that ends."""
+    """A server that answers by plain decoding, after the faults that a test lists: statuses, or "cut" for a connection
+    that ends.
+    """
 
     def __init__(self, target):
-        self.target, self.faults, self.asked, self.keys = target, [], [], Counter()
+        self.target, self.faults, self.requests, self.keys = target, [], [], Counter()
         super().__init__()
 
     def handler(self):
@@ -35,7 +37,7 @@ class Completions(Loopback):
 
             def do_POST(self):
                 body = json.loads(self.body())
-                hub.asked.append(body)
+                hub.requests.append(body)
                 fault = hub.faults.pop(0) if hub.faults else None
                 if fault == "cut":
                     return self.connection.close()
@@ -58,7 +60,7 @@ def served(loaded_target, monkeypatch):
         yield running
 
 
-def behind(recipe: Recipe, url: str) -> Recipe:
+def with_server(recipe: Recipe, url: str) -> Recipe:
     target = TargetConfig.model_validate(recipe.target.model_dump() | {"engine": "server", "engine_url": url})
     return recipe.model_copy(update={"target": target})
 
@@ -66,17 +68,17 @@ def behind(recipe: Recipe, url: str) -> Recipe:
 def test_a_regeneration_has_the_dialogues_that_the_target_here_gives(tiny_recipe, served):
     recipe = with_answers(tiny_recipe, max_new_tokens=16, batch=5)
     task = ShardTask("part", 0, dialogues_of(recipe, 6))
-    want, got = AnswerWorker(recipe).work(task), AnswerWorker(behind(recipe, served.url)).work(task)
+    want, got = AnswerWorker(recipe).work(task), AnswerWorker(with_server(recipe, served.url)).work(task)
     assert got.dialogues == want.dialogues and got.rejected == want.rejected and len(got.dialogues) > 1
     assert got.documents == want.documents and got.edits == want.edits
-    assert set(served.keys) == {"Bearer sesame"} and all(one["temperature"] == 0 for one in served.asked)
+    assert set(served.keys) == {"Bearer sesame"} and all(request["temperature"] == 0 for request in served.requests)
 
 
 def test_a_server_that_is_busy_or_away_is_asked_again(tiny_recipe, served):
-    source = open_source(behind(tiny_recipe, served.url).target)
+    source = open_source(with_server(tiny_recipe, served.url).target)
     served.faults = [429, 503, "cut", 502]
     (answer,) = source.answers([Prompt([5, 9, 33])], Sampling(8, source.stop_ids))
-    assert answer.tokens and len(served.asked) == 5
+    assert answer.tokens and len(served.requests) == 5
     served.faults = [503] * 99
     with pytest.raises(PipelineError, match=r"answers 503: .*8 tries; what is finished is kept"):
         list(source.answers([Prompt([5, 9, 33])], Sampling(8, source.stop_ids)))
@@ -86,23 +88,23 @@ def test_a_server_that_is_busy_or_away_is_asked_again(tiny_recipe, served):
     ("fault", "error", "message"), [(400, NoAnswer, "as the test wants it"), (401, PipelineError, "OPENAI_API_KEY")]
 )
 def test_what_the_server_refuses_is_told_at_once(tiny_recipe, served, fault, error, message):
-    source = open_source(behind(tiny_recipe, served.url).target)
+    source = open_source(with_server(tiny_recipe, served.url).target)
     served.faults = [fault]
     with pytest.raises(error, match=message):
         list(source.answers([Prompt([5])], Sampling(8, source.stop_ids)))
-    assert len(served.asked) == 1
+    assert len(served.requests) == 1
 
 
 def test_it_gives_no_states_and_what_is_no_server_is_named(tiny_recipe, served):
-    recipe = behind(tiny_recipe, served.url)
+    recipe = with_server(tiny_recipe, served.url)
     with pytest.raises(PipelineError, match="gives answers, no hidden states"):
         list(open_source(recipe.target).states([[1, 2]]))
     with pytest.raises(PipelineError, match="gives answers, no hidden states"):
         dump_here(recipe)
     with pytest.raises(PipelineError, match="holds a credential"):
-        open_source(behind(tiny_recipe, "http://me:secret@127.0.0.1:1").target)
+        open_source(with_server(tiny_recipe, "http://me:secret@127.0.0.1:1").target)
     with pytest.raises(PipelineError, match=r"cannot be read: ConnectError.*8 tries"):
-        open_source(behind(tiny_recipe, "http://127.0.0.1:1").target)
+        open_source(with_server(tiny_recipe, "http://127.0.0.1:1").target)
     with pytest.raises(ValueError, match="wants engine_url"):
         TargetConfig(model="m", engine="server")
     with pytest.raises(ValueError, match="engine_url is none of engine='vllm'"):

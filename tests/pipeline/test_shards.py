@@ -1,4 +1,4 @@
-"""The feature contract: bits in, the same bits out, and nothing foreign, damaged or half-written is ever read."""
+"""The feature contract: the bits read are the bits written, and foreign, damaged or incomplete files are refused."""
 
 import os
 import re
@@ -38,7 +38,7 @@ WORDS = {"bfloat16": torch.int16, "float16": torch.int16, "float32": torch.int32
 
 
 def rows_of(count: int, dtype: str = "bfloat16", seed: int = 0) -> list[Row]:
-    """Hidden states of random BITS: NaN with payloads, infinities, subnormals and both zeros are among them."""
+    """Return rows with hidden states of random BITS: NaN with payloads, infinities, subnormals and both zeros."""
     generator = torch.Generator().manual_seed(seed)
     word = WORDS[dtype]
     limits = torch.iinfo(word)
@@ -68,17 +68,17 @@ def assert_same(got: Row, expected: Row) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
+def complete_folder(tmp_path_factory) -> Path:
     """Two training shards of 3 and 2 dialogues, one validation shard of 1, and their manifest."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder = tmp_path_factory.mktemp("complete")
     write_features(folder, SPEC, {"train": [rows_of(3), rows_of(2, seed=1)], "validation": [rows_of(1, seed=2)]})
     return folder
 
 
 @pytest.fixture
-def folder(whole, tmp_path) -> Path:
-    """A copy, to change."""
-    return shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+def folder(complete_folder, tmp_path) -> Path:
+    """A copy that a test may change."""
+    return shutil.copytree(complete_folder, tmp_path, dirs_exist_ok=True)
 
 
 def written(folder: Path, spec: FeatureSpec, rows: list[Row]) -> FeatureStore:
@@ -87,7 +87,7 @@ def written(folder: Path, spec: FeatureSpec, rows: list[Row]) -> FeatureStore:
 
 
 def shard_of(folder: Path, rows: list[Row], spec: FeatureSpec = SPEC) -> shards.ShardRecord:
-    """The first training shard, written anew."""
+    """Write the first training shard again, and return its record."""
     return write_shard(folder, "train", 0, spec, (stored(row, n, spec) for n, row in enumerate(rows)), {})
 
 
@@ -98,7 +98,7 @@ def refusal(folder: Path, expected: FeatureSpec = SPEC) -> str:
 
 
 def replace_shard(folder: Path, path: Path) -> None:
-    """Makes the manifest agree with size and checksum of a changed first shard."""
+    """Make the manifest agree with size and checksum of a changed first shard."""
     manifest = Manifest.load(folder)
     manifest.shards[0] = replace(manifest.shards[0], bytes=path.stat().st_size, sha256=sha256(path))
     manifest.save(folder)
@@ -117,7 +117,7 @@ def test_every_bit_survives(tmp_path, dtype):
 
 
 def plausible_rows(seed: int = 0) -> list[Row]:
-    """Hidden states of magnitudes from 1e-9 to 1e9, a token of zeros, single large channels."""
+    """Return rows with hidden states of magnitudes from 1e-9 to 1e9, a token of zeros, single large channels."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for number in range(4):
@@ -147,7 +147,7 @@ def test_float8_keeps_each_token_to_its_own_scale(tmp_path):
         )
         assert ((got.float() - exact).abs() <= allowed).all()
         assert (got[0] == 0).all()
-        again, scale_T = schema.quantised(row.hidden_TD)
+        again, scale_T = schema.quantise(row.hidden_TD)
         assert again.float().abs().amax(-1)[1:].eq(448).all() and scale_T.isfinite().all()
 
 
@@ -181,9 +181,9 @@ def test_the_documented_reader_reads_what_was_written(tmp_path, dtype):
     write_features(tmp_path, spec, {"train": [rows[:2], rows[2:]]})
     store, reader = FeatureStore(tmp_path, "train", spec), {"__name__": "reader"}
     exec(code, reader)
-    found = list(reader["read"](tmp_path))
-    assert len(found) == len(store) == 4
-    for index, (doc_id, ids, mask, hidden) in enumerate(found):
+    documents = list(reader["read"](tmp_path))
+    assert len(documents) == len(store) == 4
+    for index, (doc_id, ids, mask, hidden) in enumerate(documents):
         row = store.row(index)
         assert doc_id == row.doc_id and np.array_equal(ids, row.input_ids) and np.array_equal(mask, row.loss_mask)
         assert torch.equal(torch.from_numpy(hidden).to(row.hidden_TD.dtype), row.hidden_TD)
@@ -201,15 +201,15 @@ def test_the_record_counts_what_the_shard_holds(tmp_path):
 
 
 def test_a_shard_costs_a_manifest_a_few_calls_and_a_line(folder, tmp_path):
-    """Half a thousand calls a shard: 50,000 shards took four seconds to save, each time."""
+    """Saving 50,000 shards took four seconds when each shard cost 500 calls."""
     manifest = shards.Manifest.load(folder)
-    (one, *_), calls = manifest.of("train"), []
+    (shard, *_), calls = manifest.of("train"), []
 
     def count(_frame, event, _argument):
         calls.append(event)
 
     def cost(number: int) -> int:
-        manifest.shards = [replace(one, name=shards.shard_name("train", n), index=n) for n in range(number)]
+        manifest.shards = [replace(shard, name=shards.shard_name("train", n), index=n) for n in range(number)]
         calls.clear()
         sys.setprofile(count)
         try:
@@ -237,15 +237,15 @@ def test_rows_are_numbered_in_the_order_of_the_table(folder):
 
 
 def test_a_row_that_no_shard_names_stays_in_the_table_and_is_not_used(folder):
-    """Its states were not finite, or it killed workers. A shard may so be without any row."""
+    """Its states were not finite, or it killed workers. So a shard may have no row at all."""
     rows = [*rows_of(3), *rows_of(2, seed=1), *rows_of(1, seed=3)]
     manifest = Manifest.load(folder)
-    kept = [0, 2], [], [5]
+    kept_rows = [0, 2], [], [5]
     rejected = {"doc0-1": "features_not_finite"}, {"doc1-0": "kills_workers", "doc1-1": "kills_workers"}, {}
     manifest.text["train"] = shards.write_text_table(folder / text_name("train"), rows, SPEC)
     manifest.shards = [
         write_shard(folder, "train", index, SPEC, (stored(rows[n], n, SPEC) for n in numbers), rejected[index])
-        for index, numbers in enumerate(kept)
+        for index, numbers in enumerate(kept_rows)
     ]
     manifest.save(folder)
     store = FeatureStore(folder, "train", SPEC)
@@ -253,7 +253,7 @@ def test_a_row_that_no_shard_names_stays_in_the_table_and_is_not_used(folder):
     assert store.texts.lengths_N.tolist() == [3, 5, 3]
     for shard in manifest.shards:
         (folder / shard.name).unlink()
-    texts = usable_texts(folder, manifest, "train")  # which are used, is known without a shard
+    texts = usable_texts(folder, manifest, "train")  # needs no shard
     assert texts.rows_N.tolist() == [0, 2, 5] and texts.doc_id(1) == "doc0-2"
     assert some_texts(texts, 5) == [[0, 1, 2], [0, 1]]
 
@@ -334,19 +334,19 @@ def test_features_of_another_origin_are_refused_by_what_differs(folder, field, v
 
 def test_every_field_of_the_spec_is_compared_and_another_engine_only_told(folder):
     assert {field for field, *_ in FOREIGN} == set(asdict(SPEC)) - {"version", "engine", "engine_version"}
-    one, other = (replace(SPEC, engine_version=version) for version in ("5.0", "6.0"))
-    assert "computed by transformers 5.0, here is transformers 6.0" in another_engine(one, other)
-    assert "here is vllm 5.0" in another_engine(one, replace(one, engine="vllm"))
-    for unknown in (one, replace(one, engine_version="")):  # an engine that is not installed where training runs
-        assert another_engine(one, unknown) is None
-    assert len(FeatureStore(folder, "train", other)) == 5
+    spec, newer = (replace(SPEC, engine_version=version) for version in ("5.0", "6.0"))
+    assert "computed by transformers 5.0, here is transformers 6.0" in another_engine(spec, newer)
+    assert "here is vllm 5.0" in another_engine(spec, replace(spec, engine="vllm"))
+    for unknown in (spec, replace(spec, engine_version="")):  # an engine that is not installed where training runs
+        assert another_engine(spec, unknown) is None
+    assert len(FeatureStore(folder, "train", newer)) == 5
 
 
 Change = Callable[[Path], object]
 
 
 def sealed(change: Callable[[dict], object]) -> Change:
-    """A manifest whose seal is right: whoever made it meant it."""
+    """Return a change of a manifest that keeps its seal valid, as an attacker would."""
     return lambda folder: change_sealed(folder / MANIFEST, change)
 
 
@@ -358,7 +358,7 @@ def of_shard(**values: object) -> Change:
     return sealed(lambda raw: raw["shards"][0].update(values))
 
 
-def wrote(text: str) -> Change:
+def overwritten(text: str) -> Change:
     return lambda folder: (folder / MANIFEST).write_text(text)
 
 
@@ -367,7 +367,7 @@ COUNTED |= {name: {} for name in ("rejected", "skipped", "edits", "grouped")}
 
 
 def counted(**values: object) -> Change:
-    """What became of the records, with a value that no dump writes."""
+    """Return a change to an accounting with a value that no dump writes."""
     return sealed(lambda raw: raw.update(accounting=COUNTED | values))
 
 
@@ -377,52 +377,52 @@ def answers_elsewhere(raw: dict) -> None:
 
 
 def slip(folder: Path) -> None:
-    """A shard of another split would leave training without a word."""
+    """Move a shard to another split: training would silently lose it."""
     replace_once(folder / MANIFEST, '"train"', '"validation"')
 
 
-def said(place: str, of: str = "Manifest") -> str:
-    return f"'{of}.{place}' is not what a dump writes"
+def refused_value(place: str, of: str = "Manifest") -> str:
+    return f"'{of}.{place}' is not a value that a dump writes"
 
 
-ODD = rf"{MANIFEST}: '.*' .* is not one that a dump writes, or is there twice\. Restore"
+ODD = rf"{MANIFEST}: '.*' .* is not one that a dump writes, or is listed twice\. Restore"
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda folder: (folder / MANIFEST).unlink(), "no features were dumped here. Run: jakiro dump RECIPE"),
-        (wrote("{"), MANIFEST),
-        (wrote("[]"), MANIFEST),
-        (wrote("null"), MANIFEST),
-        (wrote("{}"), f"{MANIFEST} has no "),
+        (overwritten("{"), MANIFEST),
+        (overwritten("[]"), MANIFEST),
+        (overwritten("null"), MANIFEST),
+        (overwritten("{}"), f"{MANIFEST} has no "),
         (slip, rf"{MANIFEST} was changed or damaged after it was written.*remove it and dump again"),
         (sealed(lambda raw: raw.update(complete=False)), "the dump is not finished. Run it again"),
         (sealed(lambda raw: raw.update(shards=raw["shards"][2:])), "holds no 'train' dialogues"),
         (of_spec(version=1), "features of version 1, expected 2: .*; dump again"),
-        (of_spec(evil=1), said("spec.evil")),
-        (of_spec(hidden_size="32"), said("spec.hidden_size")),
-        (of_spec(engine="\x1b[2J"), said("spec.engine")),
-        (of_spec(stop_ids="x"), said("spec.stop_ids")),
-        (sealed(lambda raw: raw.update(complete="yes")), said("complete")),
-        (sealed(lambda raw: raw.update(accounting=[1])), said("accounting")),
-        (sealed(lambda raw: raw.pop("fed")), f"{MANIFEST} is no manifest of this version .'fed'"),
-        (counted(records=None), said("records", "Accounting")),
-        (counted(rejected={"\x1b[2J": 1}), r"'Accounting.rejected.\\x1b\[2J.*' is not what a dump writes"),
-        (counted(skipped=["x"]), said("skipped", "Accounting")),
-        (counted(edits={"x": "1"}), said("edits.x", "Accounting")),
-        # a file that is there twice, or elsewhere
+        (of_spec(evil=1), refused_value("spec.evil")),
+        (of_spec(hidden_size="32"), refused_value("spec.hidden_size")),
+        (of_spec(engine="\x1b[2J"), refused_value("spec.engine")),
+        (of_spec(stop_ids="x"), refused_value("spec.stop_ids")),
+        (sealed(lambda raw: raw.update(complete="yes")), refused_value("complete")),
+        (sealed(lambda raw: raw.update(accounting=[1])), refused_value("accounting")),
+        (sealed(lambda raw: raw.pop("fed")), f"{MANIFEST} is not a manifest of this version .'fed'"),
+        (counted(records=None), refused_value("records", "Accounting")),
+        (counted(rejected={"\x1b[2J": 1}), r"'Accounting.rejected.\\x1b\[2J.*' is not a value that a dump writes"),
+        (counted(skipped=["x"]), refused_value("skipped", "Accounting")),
+        (counted(edits={"x": "1"}), refused_value("edits.x", "Accounting")),
+        # a file that is listed twice, or in another folder
         (sealed(lambda raw: raw["shards"].append(raw["shards"][0])), ODD),
         (of_shard(name="../../evil.arrow"), ODD),
         (of_shard(name="/tmp/evil"), ODD),
         (of_shard(name="features-train-000001.arrow"), ODD),
         (of_shard(split="validation"), ODD),
         (of_shard(split="../train", name="features-../train-000000.arrow"), ODD),
-        (of_shard(index=-1, name="features-train--00001.arrow"), said("shards.0.index")),
-        (of_shard(index=True, name="features-train-000001.arrow"), said("shards.0.index")),
-        (of_shard(rows="3"), said("shards.0.rows")),
-        (of_shard(bytes=-1), said("shards.0.bytes")),
-        (of_shard(rows=10**400), said("shards.0.rows")),
+        (of_shard(index=-1, name="features-train--00001.arrow"), refused_value("shards.0.index")),
+        (of_shard(index=True, name="features-train-000001.arrow"), refused_value("shards.0.index")),
+        (of_shard(rows="3"), refused_value("shards.0.rows")),
+        (of_shard(bytes=-1), refused_value("shards.0.bytes")),
+        (of_shard(rows=10**400), refused_value("shards.0.rows")),
         (sealed(lambda raw: raw["text"].update({"../x": raw["text"]["train"]})), ODD),
         (sealed(lambda raw: raw["text"]["train"].update(name="../evil.arrow")), ODD),
         (sealed(answers_elsewhere), ODD),
@@ -450,13 +450,13 @@ def break_footer(path: Path) -> None:
     path.write_bytes(content)
 
 
-OTHER = pa.table({"text": ["a", "b", "c"]})
+FOREIGN_TABLE = pa.table({"text": ["a", "b", "c"]})
 COLUMNS = schema.arrow_schema(SPEC).set(0, pa.field("row", pa.int32())).empty_table()
 SHARD, TABLE = shard_name("train", 0), text_name("train")
 
 
 def shard_with(**values: object) -> Change:
-    """A shard that was copied in from another run."""
+    """Return a change that copies in a shard of another run."""
     return lambda path: shard_of(path.parent, rows_of(3), replace(SPEC, **values))
 
 
@@ -467,11 +467,14 @@ def shard_with(**values: object) -> Change:
         (shard_with(target="X"), "(target is 'X', this run expects"),
         (shard_with(recipe="X"), "(recipe is 'X', this run expects"),
         (lambda path: shard_of(path.parent, rows_of(2)), "2 rows, the manifest says 3"),
-        (lambda path: write_table(path, OTHER), "it is no feature shard"),
-        (lambda path: write_table(path, OTHER.replace_schema_metadata({"version": "2"})), "is not a feature shard's"),
-        (lambda path: write_table(path, COLUMNS), "columns are"),
-        (lambda path: path.write_bytes(b"not arrow at all"), "is not a whole Arrow file"),
-        (break_footer, ""),  # what a dump reads back when checksums are not asked for
+        (lambda path: write_table(path, FOREIGN_TABLE), "it is not a feature shard"),
+        (
+            lambda path: write_table(path, FOREIGN_TABLE.replace_schema_metadata({"version": "2"})),
+            "is not a feature shard's",
+        ),
+        (lambda path: write_table(path, COLUMNS), "but not of the types of version"),
+        (lambda path: path.write_bytes(b"not arrow at all"), "is not a complete Arrow file"),
+        (break_footer, ""),  # read by a dump that does not check checksums
     ],
 )
 def test_a_shard_that_is_none_of_this_run_is_refused_by_name(folder, write, words):
@@ -483,9 +486,9 @@ def test_a_shard_that_is_none_of_this_run_is_refused_by_name(folder, write, word
 @pytest.mark.parametrize(
     ("write", "words"),
     [
-        (lambda path: path.unlink(), f"{TABLE} is not a whole Arrow file"),
-        (lambda path: os.truncate(path, 300), f"{TABLE} is not a whole Arrow file"),
-        (lambda path: as_table(path, 5, tokenizer="X"), f"{TABLE} is not the one of the manifest"),
+        (lambda path: path.unlink(), f"{TABLE} is not a complete Arrow file"),
+        (lambda path: os.truncate(path, 300), f"{TABLE} is not a complete Arrow file"),
+        (lambda path: as_table(path, 5, tokenizer="X"), f"{TABLE} differs from the manifest's record"),
         (lambda path: as_table(path, 3), "the train table holds 3 dialogues"),
     ],
 )
@@ -495,7 +498,7 @@ def test_a_table_that_is_not_the_manifests_is_refused(folder, write, words):
 
 
 def as_table(path: Path, count: int, **values: object) -> None:
-    """Another table, which the manifest names."""
+    """Write another table, with its record in the manifest."""
     manifest = Manifest.load(path.parent)
     manifest.text["train"] = shards.write_text_table(path, rows_of(count), replace(SPEC, **values))
     manifest.save(path.parent)

@@ -38,7 +38,9 @@ TEXTS = [[5, 9, 33, 7, 200], list(range(40, 75)), [11, 12]]
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> Callable[..., str]:
-    return lambda *given, **more: engines.environment(tmp_path_factory.mktemp("environment"), *given, **more)
+    return lambda *arguments, **options: engines.environment(
+        tmp_path_factory.mktemp("environment"), *arguments, **options
+    )
 
 
 def configured(target: Path, python: str, **options) -> TargetConfig:
@@ -47,7 +49,7 @@ def configured(target: Path, python: str, **options) -> TargetConfig:
 
 
 def nothing_stays(python: str) -> None:
-    """Neither a process nor a folder of that environment's engines."""
+    """Check that neither a process nor a folder of that environment's engines remains."""
     assert all(folder.parent == SHARED for folder in engines.started(python).values())
     wait_until(lambda: not engines.left_of(python))
 
@@ -83,9 +85,9 @@ def test_states_and_answers_are_those_of_the_targets_own_forward_whoever_asks_at
         for text, (states_TSD, answer) in zip(texts, threads.map(ask, texts), strict=True):
             torch.testing.assert_close(states_TSD, loaded_target.capture_all(torch.tensor([text]), [1])[0])
             assert answer.tokens == plain(loaded_target, text, greedy(engine)).tokens
-            whole = loaded_target.capture_all(torch.tensor([text + answer.tokens]), [1])[0]
-            torch.testing.assert_close(answer.states_TSD[:-1], whole[:-1])
-            assert not answer.states_TSD[-1].any()  # nothing was computed behind the last token
+            expected = loaded_target.capture_all(torch.tensor([text + answer.tokens]), [1])[0]
+            torch.testing.assert_close(answer.states_TSD[:-1], expected[:-1])
+            assert not answer.states_TSD[-1].any()  # the state of the last token is not computed
 
 
 def test_no_file_stays_of_answers_without_states_nor_of_states_that_nobody_takes(engine):
@@ -102,7 +104,7 @@ def test_no_file_stays_of_answers_without_states_nor_of_states_that_nobody_takes
 def test_where_shared_memory_is_full_states_go_elsewhere_and_it_gives_signs_of_life(
     tiny_target, environment, monkeypatch
 ):
-    monkeypatch.setattr(child, "ROOM", 1 << 60)
+    monkeypatch.setattr(child, "MIN_FREE_BYTES", 1 << 60)
     python, signs = environment("slow"), []
     source = open_source(configured(tiny_target, python), [1])
     (answer,) = source.answers([Prompt(TEXTS[0])], Sampling(20, frozenset()), True, lambda: signs.append(1))
@@ -152,11 +154,11 @@ def test_an_engine_that_dies_in_mid_step_stays_gone(tiny_target, environment):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_whoever_owned_it_is_killed_and_nothing_of_it_stays(tiny_target, environment, number):
-    """Also where the engine hangs in a step."""
+    """This holds even if the engine hangs in a step."""
     python = environment("hangs")
     script = (
         "import signal; from tests.pipeline.test_vllm import TEXTS, configured\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where the tests run in the background
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # SIGINT is ignored if the tests run in background
         "from pipeline.features.engines import open_source\n"
         f"source = open_source(configured({str(tiny_target)!r}, {python!r}), [1])\n"
         "while True: list(source.states(TEXTS))\n"
@@ -169,7 +171,7 @@ def test_whoever_owned_it_is_killed_and_nothing_of_it_stays(tiny_target, environ
 
 
 def test_a_dump_by_an_engine_has_the_rows_and_the_states_of_one_by_transformers(tiny_target, environment, tmp_path):
-    """The target's own answers come with their states, of one pass; a dump has one engine."""
+    """The target's own answers have their states from the same forward pass; a dump has one engine."""
     source, drafts = write_sharegpt(tmp_path / "data.json", 40), {"eagle3": {"kind": "eagle3", "auxiliary_layers": [1]}}
     manifests, stores = {}, {}
     for engine in ("transformers", "vllm"):
@@ -185,26 +187,29 @@ def test_a_dump_by_an_engine_has_the_rows_and_the_states_of_one_by_transformers(
         stores[engine] = [
             FeatureStore(recipe.paths.features, split, spec) for split in ("train", "validation", ANSWERS)
         ]
-    made, own = manifests["vllm"].spec, manifests["transformers"].spec
+    vllm_spec, transformers_spec = manifests["vllm"].spec, manifests["transformers"].spec
     assert all(shard.off is None for shard in manifests["transformers"].shards)
     assert all(0 < shard.off < 1e-5 for shard in (*manifests["vllm"].shards, *manifests["vllm"].answers))
-    assert (made.engine, made.engine_version) == ("vllm", "0.0.0") and made.recipe == own.recipe
-    for ours, theirs in zip(stores["transformers"], stores["vllm"], strict=True):
-        assert len(ours) == len(theirs) > 0
-        for number in range(len(ours)):
-            want, got = ours.row(number), theirs.row(number)
+    assert (vllm_spec.engine, vllm_spec.engine_version) == (
+        "vllm",
+        "0.0.0",
+    ) and vllm_spec.recipe == transformers_spec.recipe
+    for transformers_store, vllm_store in zip(stores["transformers"], stores["vllm"], strict=True):
+        assert len(transformers_store) == len(vllm_store) > 0
+        for number in range(len(transformers_store)):
+            want, got = transformers_store.row(number), vllm_store.row(number)
             assert got.doc_id == want.doc_id and got.input_ids.tolist() == want.input_ids.tolist()
             assert got.loss_mask.tolist() == want.loss_mask.tolist()
-            last = len(want.input_ids) - (ours is stores["transformers"][2])
+            last = len(want.input_ids) - (transformers_store is stores["transformers"][2])
             torch.testing.assert_close(got.hidden_TD[:last], want.hidden_TD[:last])
             torch.testing.assert_close(got.auxiliary_TKD[:last], want.auxiliary_TKD[:last])
-    said, wrong = compare(recipe.paths.features, made, recipe.target, 4, against="transformers")
-    assert wrong is None and said[1].startswith("vllm 0.0.0 against transformers")
-    assert [line.split(":")[0].strip() for line in said[2:4]] == ["the last state, normed", "layer 1"]
-    (_, same, tokens) = re.fullmatch(r"(.*) after ([\d,]+) of ([\d,]+) tokens", said[4]).groups()
-    assert same == tokens
-    other = recipe.target.model_copy(update={"model": str(save_tiny_target(tmp_path / "other", seed=1))})
-    assert compare(recipe.paths.features, made, other, 4, against="transformers")[1] is not None
+    lines, wrong = compare(recipe.paths.features, vllm_spec, recipe.target, 4, against="transformers")
+    assert wrong is None and lines[1].startswith("vllm 0.0.0 against transformers")
+    assert [line.split(":")[0].strip() for line in lines[2:4]] == ["the last state, normed", "layer 1"]
+    (_, equal_tokens, tokens) = re.fullmatch(r"(.*) after ([\d,]+) of ([\d,]+) tokens", lines[4]).groups()
+    assert equal_tokens == tokens
+    other_target = recipe.target.model_copy(update={"model": str(save_tiny_target(tmp_path / "other", seed=1))})
+    assert compare(recipe.paths.features, vllm_spec, other_target, 4, against="transformers")[1] is not None
     tree["target"] = {k: v for k, v in tree["target"].items() if not k.startswith("engine")}
     with pytest.raises(PipelineError, match=r"computed by vllm 0.0.0, this run has transformers \d"):
         dump_here(Recipe.model_validate(tree))
@@ -214,13 +219,13 @@ def test_a_dump_by_an_engine_has_the_rows_and_the_states_of_one_by_transformers(
 
 
 def test_answers_and_their_states_come_out_of_one_job_as_they_do_of_two(environment, tmp_path):
-    """One with the engine, in one pass; one with transformers, in two; and regenerate.py with a dump of its result."""
+    """Jobs: with the engine, in one pass; with transformers, in two; and regenerate.py, then a dump of its result."""
     target = save_tiny_target(tmp_path / "target")
     model = LlamaForCausalLM.from_pretrained(target)
     model.lm_head.weight.data[256] *= 8
     model.lm_head.weight.data[94:256] = 0  # it answers in letters, whose tokens are those of their text
     model.save_pretrained(target)
-    found: dict[str, dict[str, Row]] = {}
+    rows: dict[str, dict[str, Row]] = {}
     manifests = {}
     for way in ("vllm", "transformers", "regenerated"):
         tree = recipe_tree(target, write_sharegpt(tmp_path / "data.json", 40), tmp_path / way)
@@ -239,25 +244,27 @@ def test_answers_and_their_states_come_out_of_one_job_as_they_do_of_two(environm
         manifests[way], spec = dump_here(recipe), feature_spec(recipe)
         manifest = manifests[way]
         assert (manifest.text == {}) == (way != "regenerated")
-        found[way] = {}
+        rows[way] = {}
         for split in ("train", "validation"):
             store = FeatureStore(recipe.paths.features, split, spec)
-            found[way] |= {row.doc_id: row for row in map(store.row, range(len(store)))}
+            rows[way] |= {row.doc_id: row for row in map(store.row, range(len(store)))}
         counts = manifest.accounting
         fates = sum(counts["rejected"].values()) + sum(counts["skipped"].values())
-        assert counts["accepted"] + fates == 40 == counts["records"] and len(found[way]) == counts["accepted"] > 20
+        assert counts["accepted"] + fates == 40 == counts["records"] and len(rows[way]) == counts["accepted"] > 20
         assert damaged_shards(recipe.paths.features, manifest) == {}
-    assert found["vllm"].keys() == found["transformers"].keys() == found["regenerated"].keys()
+    assert rows["vllm"].keys() == rows["transformers"].keys() == rows["regenerated"].keys()
     longer = 0
-    for doc_id, row in found["transformers"].items():
-        one, two = found["vllm"][doc_id], found["regenerated"][doc_id]
+    for doc_id, row in rows["transformers"].items():
+        vllm_row, regenerated_row = rows["vllm"][doc_id], rows["regenerated"][doc_id]
         length = len(row.input_ids)
-        assert one.input_ids.tolist() == row.input_ids.tolist() == two.input_ids[:length].tolist()
-        assert one.loss_mask.tolist() == row.loss_mask.tolist() == two.loss_mask[:length].tolist()
-        longer += len(two.input_ids) > length  # by what the template puts behind the last answer
-        torch.testing.assert_close(one.hidden_TD[:-1], row.hidden_TD[:-1])
-        torch.testing.assert_close(row.hidden_TD, two.hidden_TD[:length])
-        assert not one.hidden_TD[-1].any() or len(two.input_ids) == length  # all of it was forwarded
+        assert vllm_row.input_ids.tolist() == row.input_ids.tolist() == regenerated_row.input_ids[:length].tolist()
+        assert vllm_row.loss_mask.tolist() == row.loss_mask.tolist() == regenerated_row.loss_mask[:length].tolist()
+        longer += len(regenerated_row.input_ids) > length  # by the template's tokens after the last answer
+        torch.testing.assert_close(vllm_row.hidden_TD[:-1], row.hidden_TD[:-1])
+        torch.testing.assert_close(row.hidden_TD, regenerated_row.hidden_TD[:length])
+        assert (
+            not vllm_row.hidden_TD[-1].any() or len(regenerated_row.input_ids) == length
+        )  # then all tokens were forwarded
     edits = manifests["vllm"].accounting["edits"]
     assert edits == manifests["transformers"].accounting["edits"] and 0 < edits["cut_answer"] < 40
     assert 10 < longer == 40 - edits["rendered_otherwise"] < 40  # these were forwarded again
@@ -265,23 +272,23 @@ def test_answers_and_their_states_come_out_of_one_job_as_they_do_of_two(environm
     tree["data"] |= {"answers": "target", "source": str(tmp_path / "data.json")}
     again = Recipe.model_validate(tree)
     folder = again.paths.features
-    whole = {path.name: path.read_bytes() for path in folder.glob("*.arrow")}
-    (folder / "text-train-000001.arrow").unlink()  # with it its shard is made again
+    contents = {path.name: path.read_bytes() for path in folder.glob("*.arrow")}
+    (folder / "text-train-000001.arrow").unlink()  # its shard is made again with it
     dump_here(again)
-    assert {path.name: path.read_bytes() for path in folder.glob("*.arrow")} == whole
+    assert {path.name: path.read_bytes() for path in folder.glob("*.arrow")} == contents
 
 
-@pytest.mark.parametrize(("asked", "version"), [("0", "0.0.1"), ("1", "0.0.0")])
+@pytest.mark.parametrize(("batch_invariant", "version"), [("0", "0.0.1"), ("1", "0.0.0")])
 def test_a_node_with_another_version_of_the_engine_dumps_nothing(
-    tiny_target, environment, tmp_path, monkeypatch, asked, version
+    tiny_target, environment, tmp_path, monkeypatch, batch_invariant, version
 ):
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", asked)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", batch_invariant)
     tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
     tree["target"] |= {"engine": "vllm", "engine_python": environment()}
     recipe = Recipe.model_validate(tree)
     worker = FeatureWorker(recipe, tmp_path, replace(feature_spec(recipe), engine_version=version))
-    here = "0.0.0" if asked == "0" else "0.0.0, batch-invariant"
-    with pytest.raises(PipelineError, match=f"this node has vllm {here}, but the dump is one of {version}: install"):
+    this_version = "0.0.0" if batch_invariant == "0" else "0.0.0, batch-invariant"
+    with pytest.raises(PipelineError, match=f"has vllm {this_version}, but the dump is one of {version}: install"):
         worker.ready()
 
 
@@ -289,7 +296,7 @@ def test_a_node_with_another_version_of_the_engine_dumps_nothing(
     ("fault", "message"),
     [
         ("other", r"vllm 0.0.0 does not compute the states of .*relative error \d.*last \d"),
-        # The first token that differs is told (vllm#56417).
+        # The message names the first token that differs (vllm#56417).
         ("text", r"changes the text while it captures .* says token \d+ .*, not \d+ "),
     ],
 )
@@ -305,7 +312,7 @@ def test_an_engine_that_computes_or_says_something_else_dumps_nothing(
 
 @pytest.mark.parametrize("python", ["/no/python", sys.executable, "/bin/false"])
 def test_an_environment_without_vllm_is_named_when_it_is_wanted(tiny_target, python):
-    """Whoever only reads what was dumped needs none."""
+    """Reading a dump does not require the environment."""
     config = configured(tiny_target, python)
     assert identity_of(config, []).version == ""
     with pytest.raises(PipelineError, match=rf"engine_python='{python}' is not.*pip install infra/vllm_jakiro"):

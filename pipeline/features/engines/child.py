@@ -1,7 +1,7 @@
 """An engine of another environment as a child process: texts go in, tokens and states come out.
 
-The child speaks lines of JSON on its standard streams (infra/vllm_jakiro/vllm_jakiro/engine.py has the messages) and
-leaves states as files in a folder of the node's shared memory. Nothing listens anywhere.
+Parent and child exchange lines of JSON on the child's standard streams (infra/vllm_jakiro/vllm_jakiro/engine.py has the
+messages). The child writes states as files to a folder in the node's shared memory. No port is opened.
 """
 
 import json
@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,41 +26,45 @@ from safetensors.torch import load_file
 from pipeline.basics.errors import NoAnswer, PipelineError
 
 SHARED = Path("/dev/shm")
-ROOM = 4 << 30  # bytes free there, or else states go to the temporary folder
-REMEMBERED = 20  # last lines of its standard error that an error shows
-PATIENCE = 20  # seconds for a child that was told to end
-POLL = 0.5  # seconds between two looks for a sign of life
-NOT_OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # of this process's environment: the child has its own
+MIN_FREE_BYTES = 4 << 30  # free bytes that SHARED must have; otherwise states go to the temporary folder
+LOG_LINES = 20  # last lines of the child's standard error that an error message shows
+EXIT_TIMEOUT = 20  # seconds that the child has to exit before it is killed
+POLL_INTERVAL = 0.5  # seconds between two checks for messages of the child
+PYTHON_VARIABLES = (
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "VIRTUAL_ENV",
+)  # variables that are not passed on: the child has its own Python
 
 
 class EngineDied(RuntimeError):
-    """The child is no more: no fault of a request, so whoever owns the engine is to be replaced."""
+    """The child process has ended. No request is at fault; the worker that owns the engine has to be replaced."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What the engine says to one request."""
+    """The engine's reply to one request."""
 
     tokens: list[int]
-    states_TSD: torch.Tensor | None  # in the rising order of the layers, none of them normed
+    states_TSD: torch.Tensor | None  # in ascending order of the layers, before any norm
 
 
 class EngineProcess:
-    """One child, for any number of threads."""
+    """A child process with an engine; any number of threads may use it."""
 
     def __init__(self, command: Sequence[str], options: dict[str, Any], layers: Sequence[int]):
-        """Starts it, and waits until it has loaded the target. Raises PipelineError where it does not load."""
+        """Start the child and wait until it has loaded the target. Raises PipelineError if it does not load."""
         self._futures: dict[str, Future[dict[str, Any]]] = {}
-        self._lock, self._count, self._log = threading.Lock(), 0, deque[str](maxlen=REMEMBERED)
-        self.beats = 0  # signs of life
+        self._lock, self._count, self._log = threading.Lock(), 0, deque[str](maxlen=LOG_LINES)
+        self.message_count = 0  # messages that the child has sent
         self._died: EngineDied | None = None
         self._ready: Future[dict[str, Any]] = Future()
-        shared = SHARED if _room(SHARED) >= ROOM else None  # a container's is small
-        self._folder = Path(tempfile.mkdtemp(prefix="jakiro-states-", dir=shared))  # for this user alone
+        shared = SHARED if _free_bytes(SHARED) >= MIN_FREE_BYTES else None  # in containers it is often small
+        self._folder = Path(tempfile.mkdtemp(prefix="jakiro-states-", dir=shared))  # readable by this user only
         pipe = subprocess.PIPE
         try:
             streams: dict[str, Any] = {"stdin": pipe, "stdout": pipe, "stderr": pipe, "text": True, "errors": "replace"}
-            self._child = subprocess.Popen(list(command), env=own_environment(), start_new_session=True, **streams)
+            self._child = subprocess.Popen(list(command), env=child_environment(), start_new_session=True, **streams)
         except OSError as error:
             shutil.rmtree(self._folder)
             raise PipelineError(
@@ -77,8 +81,10 @@ class EngineProcess:
             raise PipelineError(f"the target's engine does not load it: {error}") from None
         self.version, self.positions = str(ready["version"]), int(ready["positions"])
 
-    def ask(self, tokens: Sequence[int], sampling: dict[str, Any], states: str | None) -> "Future[dict[str, Any]]":
-        """`states`: "prompt", "all" (prompt and answer) or None. What it answers, `reply` waits for."""
+    def submit(self, tokens: Sequence[int], sampling: dict[str, Any], states: str | None) -> "Future[dict[str, Any]]":
+        """Send a request; `reply` waits for its reply. `states`: "prompt", "all" (prompt and answer) or None. Raises
+        EngineDied if the child has ended.
+        """
         future: Future[dict[str, Any]] = Future()
         with self._lock:
             if self._died is not None:
@@ -90,45 +96,45 @@ class EngineProcess:
         return future
 
     def reply(self, future: "Future[dict[str, Any]]", alive: Callable[[], None] = lambda: None) -> Reply:
-        """Waits; `alive` is called whenever the child shows a sign of life. Raises NoAnswer where the engine does not
-        take the text, PipelineError where its states could not be written, EngineDied where it is no more.
+        """Wait for a reply; `alive` is called whenever the child has sent a message. Raises NoAnswer if the engine
+        refuses the text, PipelineError if its states could not be written, EngineDied if the child has ended.
         """
-        beats = self.beats
+        message_count = self.message_count
         while True:
             try:
-                said = future.result(POLL)
+                message = future.result(POLL_INTERVAL)
                 break
-            except NotYet:
-                if self.beats != beats:
-                    beats = self.beats
+            except FutureTimeout:
+                if self.message_count != message_count:
+                    message_count = self.message_count
                     alive()
-        if "refused" in said:
-            raise NoAnswer(f"the engine does not take this text: {said['refused']}")
-        if "lost" in said:
-            raise PipelineError(f"{self._folder}: states could not be written: {said['lost']}")
+        if "refused" in message:
+            raise NoAnswer(f"the engine refuses this text: {message['refused']}")
+        if "lost" in message:
+            raise PipelineError(f"{self._folder}: states could not be written: {message['lost']}")
         states = None
-        if (path := self._file(said)) is not None:
-            states = load_file(path)["states"]  # mapped, so it outlives the file's name
+        if (path := self._file(message)) is not None:
+            states = load_file(path)["states"]  # memory-mapped, so they stay valid after the unlink
             path.unlink()
-        return Reply(said["tokens"], states)
+        return Reply(message["tokens"], states)
 
-    def drop(self, future: "Future[dict[str, Any]]") -> None:
-        """Nobody wants this reply any more: its file goes when it comes."""
+    def discard(self, future: "Future[dict[str, Any]]") -> None:
+        """Discard the reply: its file is removed when it arrives."""
 
-        def remove(done: "Future[dict[str, Any]]") -> None:
-            if done.exception() is None and (path := self._file(done.result())) is not None:
+        def remove(finished: "Future[dict[str, Any]]") -> None:
+            if finished.exception() is None and (path := self._file(finished.result())) is not None:
                 path.unlink(missing_ok=True)
 
         future.add_done_callback(remove)
 
-    def _file(self, said: dict[str, Any]) -> Path | None:
-        return self._folder / Path(said["file"]).name if said.get("file") else None
+    def _file(self, message: dict[str, Any]) -> Path | None:
+        return self._folder / Path(message["file"]).name if message.get("file") else None
 
     def close(self) -> None:
-        """Ends the child, which its input's end tells to; nothing of it stays."""
+        """End the child: close its standard input, kill it after EXIT_TIMEOUT seconds, and remove its files."""
         assert self._child.stdin is not None
-        # Closing waits for whoever is writing to a child that reads no more.
-        killing = threading.Timer(PATIENCE, self._kill)
+        # Closing blocks while another thread writes to a child that does not read.
+        killing = threading.Timer(EXIT_TIMEOUT, self._kill)
         killing.start()
         with suppress(BrokenPipeError, ValueError):
             self._child.stdin.close()
@@ -145,30 +151,30 @@ class EngineProcess:
         with (
             suppress(BrokenPipeError, ValueError),
             self._lock,
-        ):  # it ended: `_read_messages` tells
+        ):  # a child that has ended is reported by `_read_messages`
             self._child.stdin.write(json.dumps(message) + "\n")
             self._child.stdin.flush()
 
     def _read_messages(self) -> None:
         assert self._child.stdout is not None
-        why = ""
+        reason = ""
         for line in self._child.stdout:
             try:
-                said = json.loads(line)
-            except ValueError:  # no message: what a wrapper printed, or the last line of a child that was killed
+                message = json.loads(line)
+            except ValueError:  # not a message: a wrapper's output, or the last line of a child that was killed
                 self._log.append(line.rstrip())
                 continue
-            if "ready" in said:
-                self._ready.set_result(said["ready"])
-            elif "id" in said:
+            if "ready" in message:
+                self._ready.set_result(message["ready"])
+            elif "id" in message:
                 with self._lock:
-                    future = self._futures.pop(said["id"])
-                future.set_result(said)
-            elif "failed" in said:
-                why = said["failed"]
-            self.beats += 1
+                    future = self._futures.pop(message["id"])
+                future.set_result(message)
+            elif "failed" in message:
+                reason = message["failed"]
+            self.message_count += 1
         status = self._child.wait()
-        died = EngineDied(f"the engine ended with status {status}{why and ', ' + why}. {self._tail()}")
+        died = EngineDied(f"the engine ended with status {status}{reason and ', ' + reason}. {self._tail()}")
         with self._lock:
             waiting, self._futures, self._died = list(self._futures.values()), {}, died
         for future in [*waiting, *([] if self._ready.done() else [self._ready])]:
@@ -183,13 +189,13 @@ class EngineProcess:
         return "The last lines of what it printed:\n" + "\n".join(self._log) if self._log else ""
 
 
-def own_environment() -> dict[str, str]:
-    """This process's, but for what belongs to its own Python."""
-    return {name: value for name, value in os.environ.items() if name not in NOT_OURS}
+def child_environment() -> dict[str, str]:
+    """Return this process's environment variables, without those of its own Python."""
+    return {name: value for name, value in os.environ.items() if name not in PYTHON_VARIABLES}
 
 
-def _room(folder: Path) -> int:
-    """Bytes that are free there; 0 where nothing can be written."""
+def _free_bytes(folder: Path) -> int:
+    """Return the free bytes in a folder; 0 if it is not writable."""
     if not os.access(folder, os.W_OK):
         return 0
     return shutil.disk_usage(folder).free

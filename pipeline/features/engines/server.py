@@ -1,4 +1,4 @@
-"""A server that runs already and speaks OpenAI's API (vLLM, SGLang, llama.cpp): a `FeatureSource` of answers alone."""
+"""A running server that speaks OpenAI's API (vLLM, SGLang, llama.cpp): a `FeatureSource` of answers only."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,19 +13,19 @@ from pipeline.features.source import Answer, Prompt, SourceIdentity
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import load_config, load_tokenizer, stop_ids_of
 
-TRIES = 8  # of a request that finds the server busy or away
-AT_ONCE = 64  # requests
+TRIES = 8  # attempts of a request while the server is busy or unreachable
+AT_ONCE = 64  # concurrent requests
 
 
 class ServerSource:
-    """Prompts go to ``/v1/completions`` as token ids, so that the recipe's own chat template holds. Answers come back
-    as text; their tokens are those that the target's tokenizer makes of it.
+    """A server's answers. Prompts go to ``/v1/completions`` as token ids, so that the recipe's own chat template
+    applies. Answers come back as text; the target's tokenizer gives their tokens.
     """
 
     one_pass = False
 
     def __init__(self, config: TargetConfig, identity: SourceIdentity):
-        """Raises PipelineError where the address is no such server's."""
+        """Connect to the server. Raises PipelineError if there is no such server at the address."""
         assert config.engine_url is not None
         self._server = OpenAI(config.engine_url, "target.engine_url", TRIES)
         self.identity, self.tokenizer = identity, load_tokenizer(config)
@@ -49,31 +49,31 @@ class ServerSource:
         if capture:
             self.states([])
         with ThreadPoolExecutor(AT_ONCE) as threads:
-            asked = [threads.submit(self._answer, prompt, sampling) for prompt in prompts]
+            futures = [threads.submit(self._answer, prompt, sampling) for prompt in prompts]
             try:
-                for future in asked:
+                for future in futures:
                     yield future.result()
                     alive()
             finally:
-                for future in asked:
+                for future in futures:
                     future.cancel()
 
     def close(self) -> None:
         self._server.client.close()
 
     def _answer(self, prompt: Prompt, sampling: Sampling) -> Answer:
-        found = self._server.ask("POST", "/v1/completions", self._body(prompt, sampling))
+        reply = self._server.ask("POST", "/v1/completions", self._body(prompt, sampling))
         try:
-            choice = found["choices"][0]
-            text, why = str(choice["text"]), choice["finish_reason"]
+            choice = reply["choices"][0]
+            text, finish_reason = str(choice["text"]), choice["finish_reason"]
         except (KeyError, IndexError, TypeError) as error:
             raise PipelineError(
                 f"{self._server.url} does not answer as /v1/completions should: {type(error).__name__}: {error}, got "
-                f"{excerpt(found)}"
+                f"{excerpt(reply)}"
             ) from None
         tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         stop = self.tokenizer.eos_token_id if self.tokenizer.eos_token_id in self.stop_ids else min(self.stop_ids)
-        return Answer([*tokens, stop] if why == "stop" else tokens)
+        return Answer([*tokens, stop] if finish_reason == "stop" else tokens)
 
     def _body(self, prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
         return {
@@ -82,13 +82,13 @@ class ServerSource:
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            # what is left out a server takes from the model's generation_config.json, or from defaults of its own
+            # a server takes omitted values from the model's generation_config.json or from its own defaults
             "top_k": -1 if sampling.top_k is None else sampling.top_k,
             "min_p": 0.0,
             "repetition_penalty": sampling.repetition_penalty,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            "seed": prompt.seed % (1 << 31),  # more some servers do not take
+            "seed": prompt.seed % (1 << 31),  # some servers refuse larger seeds
             "stop_token_ids": sorted(sampling.stop_ids),
-            "skip_special_tokens": False,  # marks of thoughts and tools stay
+            "skip_special_tokens": False,  # the markers of reasoning and tool calls stay in the text
         }

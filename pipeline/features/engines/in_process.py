@@ -22,12 +22,12 @@ from pipeline.features.source import Answer, Prompt, SourceIdentity
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target
 
-ALIVE_EVERY = 16  # steps of a batch between two signs of life
+ALIVE_EVERY = 16  # decoding steps of a batch between two calls of `alive`
 
 
 class TransformersSource:
-    """States of a padded batch come from one forward. Prompts are answered by transformers' `generate`, padded on the
-    left, however many they are: what is asked again alone takes the same path.
+    """A target in this process. The states of a padded batch come from one forward pass. Any number of prompts, even a
+    single one, is padded on the left and answered by transformers' `generate`.
     """
 
     one_pass = False
@@ -58,18 +58,18 @@ class TransformersSource:
             texts = [prompt.tokens for prompt in prompts]
             answers = [plain(self._target, text, sampling, on_tokens=lambda _: alive()).tokens for text in texts]
         else:
-            answers = self._generated(prompts, sampling, alive)
-        found = [Answer(answer) for answer in answers]
+            answers = self._generate(prompts, sampling, alive)
+        results = [Answer(answer) for answer in answers]
         if capture:
             texts = [prompt.tokens + answer for prompt, answer in zip(prompts, answers, strict=True)]
-            found = [replace(one, states_TSD=s) for one, s in zip(found, self.states(texts), strict=True)]
-        yield from found
+            results = [replace(result, states_TSD=s) for result, s in zip(results, self.states(texts), strict=True)]
+        yield from results
 
     def close(self) -> None:
-        """Nothing: the target is this process's own."""
+        """Release nothing: the target lives in this process."""
 
     @torch.inference_mode()
-    def _generated(self, prompts: Sequence[Prompt], sampling: Sampling, alive: Callable[[], None]) -> list[list[int]]:
+    def _generate(self, prompts: Sequence[Prompt], sampling: Sampling, alive: Callable[[], None]) -> list[list[int]]:
         stops, device = sorted(sampling.stop_ids), self._target.device
         fill = stops[0] if stops else 0
         width = max(len(prompt.tokens) for prompt in prompts)
@@ -87,10 +87,10 @@ class TransformersSource:
             attention_mask=mask_BT.to(device),
             generation_config=config,
             logits_processor=LogitsProcessorList([finite, *self._processors(prompts, sampling)]),
-            stopping_criteria=StoppingCriteriaList([_Alive(alive)]),
+            stopping_criteria=StoppingCriteriaList([_Heartbeat(alive)]),
         )
         answers = [_until_stop(row, sampling.stop_ids) for row in out_BT[:, width:].tolist()]
-        if not finite.were(answers):
+        if not finite.all_finite(answers):
             raise NoAnswer(f"the target's logits are not finite in {self.identity.dtype}: use another dtype")
         return answers
 
@@ -105,8 +105,8 @@ class TransformersSource:
 
 
 class GumbelNoise(LogitsProcessor):
-    """Adds each row's own Gumbel noise, so that the largest score is a sample that does not depend on its
-    neighbours.
+    """Add Gumbel noise to each row from the row's own generator, so that the largest score is a sample that does not
+    depend on the neighbouring rows.
     """
 
     def __init__(self, generators: list[torch.Generator]):
@@ -120,7 +120,9 @@ class GumbelNoise(LogitsProcessor):
 
 
 class _Finite(LogitsProcessor):
-    """Changes nothing; keeps whether each row's logits were finite. An accelerator is waited for only at the end."""
+    """Record whether each row's logits are finite, without changing them. The host waits for the device only at the
+    end.
+    """
 
     def __init__(self):
         self._steps: list[Tensor] = []  # [B] each
@@ -129,14 +131,14 @@ class _Finite(LogitsProcessor):
         self._steps.append(scores.isfinite().all(-1))
         return scores
 
-    def were(self, answers: list[list[int]]) -> bool:
-        """On every token of the answers; what a row was filled up with behind its end does not count."""
+    def all_finite(self, answers: list[list[int]]) -> bool:
+        """Return whether the logits of all tokens of the answers were finite; padding after a row's end is ignored."""
         rows = torch.stack(self._steps, 1).tolist()
         return all(all(row[: len(answer)]) for row, answer in zip(rows, answers, strict=True))
 
 
-class _Alive(StoppingCriteria):
-    """Stops nothing; says now and then that the target decodes."""
+class _Heartbeat(StoppingCriteria):
+    """A criterion that never stops and calls `alive` every ALIVE_EVERY steps."""
 
     def __init__(self, alive: Callable[[], None]):
         self._alive, self._steps = alive, 0
