@@ -310,7 +310,7 @@ def fewest(reads: Reads, now: int, room: int) -> int:
     """Return the minimum number of shards to make, by trying all that may stay at each step."""
     best = {frozenset[int](): 0}  # by what is there
     for step in range(len(reads.of_steps)):
-        soon, after = frozenset(reads.upcoming(step)[:now]), dict[frozenset[int], int]()
+        soon, after = frozenset(reads.shards_by_next_use(step)[:now]), dict[frozenset[int], int]()
         for held, made in best.items():
             for kept_shards in combinations(held - soon, min(len(held - soon), room - len(soon))):
                 held_now = soon.union(kept_shards)
@@ -328,12 +328,19 @@ def test_no_other_rule_makes_fewer_shards_within_the_room():
         steps = [set(random.choice(6, random.integers(1, 3), replace=False).tolist()) for _ in range(30)]
         reads = Reads(steps, 6)
         for step in range(30):
-            assert reads.upcoming(step) == list(dict.fromkeys(n for read in steps[step:] for n in sorted(read)))
+            assert reads.shards_by_next_use(step) == list(
+                dict.fromkeys(n for read in steps[step:] for n in sorted(read))
+            )
         for now in (2, 3):
             made = [reads.made(now, room) for room in range(now, 7)]
             assert made == [fewest(reads, now, room) for room in range(now, 7)]
             assert made[0] > made[1] > made[-1] == 6
-        assert reads.at_once(1) == 2 <= reads.at_once(2) == max(map(len, map(set.union, steps, steps[1:])))
+        assert (
+            reads.max_shards_at_once(1)
+            == 2
+            <= reads.max_shards_at_once(2)
+            == max(map(len, map(set.union, steps, steps[1:])))
+        )
 
 
 def reader_of(lists: list[Wanted], want: dict[str, str]) -> Callable[[Recipe], Wanted]:
@@ -355,7 +362,7 @@ def test_a_feeder_makes_the_shards_of_a_stored_dump_and_keeps_those_that_fit(dum
     reads = Order(FedStore(recipe, Manifest.load(recipe.paths.features).spec), recipe.train, recipe.seed).reads
     monkeypatch.setattr("preprocess.dump.feeder.Progress", Shown)
     for room, count in ((3, 16), (4, 9), (5, 5)):
-        lists = [*(Wanted(reads.upcoming(step), 3, room) for step in range(20)), Wanted([])]
+        lists = [*(Wanted(reads.shards_by_next_use(step), 3, room) for step in range(20)), Wanted([])]
         monkeypatch.setattr("preprocess.dump.feeder.read_wanted", reader_of(lists, want))
         with without_ray():
             assert feed(recipe)[0].startswith(f"{count} train shards made, none left; ")

@@ -49,7 +49,7 @@ class Batches:
         self._fed = store if isinstance(store, FedStore) else None
         if self._fed:  # two windows, or what is read ahead, where windows hold few rows
             self._needed_now = min(
-                max(2 * self.order.window, self.order.reads.at_once(STEPS_AHEAD + 1)), len(store.records)
+                max(2 * self.order.window, self.order.reads.max_shards_at_once(STEPS_AHEAD + 1)), len(store.records)
             )
             self._room = self._fed.count_room(self._needed_now)
 
@@ -104,7 +104,7 @@ class Batches:
         if self._fed and step < self.order.steps:
             self._fed.reader_steps[self] = step
             request = Wanted(
-                self.order.reads.upcoming(min(self._fed.reader_steps.values())), self._needed_now, self._room
+                self.order.reads.shards_by_next_use(min(self._fed.reader_steps.values())), self._needed_now, self._room
             )
             self._fed.request_shards(request, notify=self._rank == 0)
 

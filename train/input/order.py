@@ -32,11 +32,11 @@ class Reads:
         uses = [shard * self._steps + step for step, read in enumerate(of_steps) for shard in read]
         self._uses = np.array([*sorted(uses), shards * self._steps])
 
-    def at_once(self, steps: int) -> int:
+    def max_shards_at_once(self, steps: int) -> int:
         """Return the largest number of shards that this many steps in a row read."""
         return max(len(set().union(*self.of_steps[first : first + steps])) for first in range(self._steps))
 
-    def upcoming(self, step: int) -> list[int]:
+    def shards_by_next_use(self, step: int) -> list[int]:
         """Return the shards that this step and later ones read, in the order of their next use."""
         next_S = self._uses[np.searchsorted(self._uses, self._shards * self._steps + step)]
         read = np.flatnonzero(next_S // self._steps == self._shards)
@@ -46,7 +46,7 @@ class Reads:
         """Return how many shards are made for this many trainings, one after the other, by the rule of `Wanted`."""
         held_shards, made = set[int](), 0
         for step in [*range(self._steps)] * trainings:
-            request = Wanted(self.upcoming(step), now, room)
+            request = Wanted(self.shards_by_next_use(step), now, room)
             while (turn := request.next(held_shards, set()))[1] is not None:
                 held_shards = held_shards - turn[0] | {turn[1]}
                 made += 1
