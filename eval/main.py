@@ -74,7 +74,7 @@ def collect_settings(recipe: Recipe) -> dict:
 
 
 def measure(job: EvalJob) -> dict:
-    """Run the benchmarks and writes rows, report.json, table.md and the plots into the run's eval folder."""
+    """Run the benchmarks and write rows, report.json, table.md and the plots into the run's eval folder."""
     recipe, methods, fleet = job.recipe, job.methods, None
     read_rows(recipe.paths.eval)  # a damaged table is refused now, not after all decoding
     if recipe.eval.workers > 1:
