@@ -13,7 +13,7 @@ from eval.release.publish import push
 from pipeline.artifacts.reports import REPORT
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_sealed
-from tests.eval.test_reports import FOUND
+from tests.eval.test_reports import REPORT_FIELDS
 from tests.hub import Hub, hurry, reach, reached
 
 LISTED = {"README.md", "model.safetensors", "report.json"}
@@ -25,7 +25,7 @@ def release(tmp_path) -> Path:
     built.mkdir()
     (built / "README.md").write_text("---\nlicense: apache-2.0\n---\n\nthe card")
     (built / "model.safetensors").write_bytes(bytes(1000))
-    write_sealed(built / REPORT, FOUND)
+    write_sealed(built / REPORT, REPORT_FIELDS)
     install(built, tmp_path / "release")
     return tmp_path / "release"
 
