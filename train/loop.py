@@ -100,7 +100,7 @@ def _train_to_checkpoint(
     with fail_together():
         start = read_start(recipe, name, embed_head, store.spec)
         draft = new_draft(recipe, name, embed_head, store, start)
-    if rank == 0 and start and start.collect_facts["tokens_kept"] < start.collect_facts["tokens"]:
+    if rank == 0 and start and start.facts["tokens_kept"] < start.facts["tokens"]:
         log.warning("%s starts from %s: the rows of the other tokens start at random", name, start)
     parameters = parameter_count(draft)  # before ZeRO-3 takes the tensors apart
     objective = objective_of(draft.config)
@@ -118,7 +118,7 @@ def _train_to_checkpoint(
     run = _Run(recipe, name, engine, draft, batches, (store, heldout, answers))
     yield from run.run_to_end()
     facts = {"parameters": parameters, "template": store.spec.template_settings, **run.collect_facts()}
-    facts |= {"template_mark": store.spec.template} | ({"start": start.collect_facts} if start else {})
+    facts |= {"template_mark": store.spec.template} | ({"start": start.facts} if start else {})
     if draft.token_ids_U is not None:
         facts["vocabulary_coverage"] = round(vocabulary_coverage(heldout.texts, draft.token_ids_U.cpu()), 4)
     if rank == 0:
@@ -375,9 +375,7 @@ class _Run:
         return {"step": step, **{key: getattr(state, key) for key in ("trained_tokens", "seconds", "validation")}}
 
     def collect_facts(self) -> dict[str, Any]:
-        """Return the facts of the training, for the checkpoint and its card: those of the kept weights, if these are
-        not the last.
-        """
+        """Return the facts of the training for the checkpoint and its card: those of the kept weights."""
         figures = self._kept_figures
         facts = {
             "steps": figures["step"],
@@ -392,9 +390,7 @@ class _Run:
 
     @property
     def cut_short(self) -> str | None:
-        """Return where training ended if that was before its schedule's end, else None. Fewer dialogues
-        (data.max_tokens) make a shorter schedule.
-        """
+        """Return where training ended if before its schedule's end. Fewer dialogues make a shorter schedule."""
         step, planned = self._engine.step, self._batches.order.steps
         if step == planned:
             return None
