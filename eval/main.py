@@ -1,4 +1,4 @@
-"""Measures the recipe's drafts beside plain decoding, writes the report and the release folder; uploads only on --push.
+"""Measure the recipe's drafts next to plain decoding, write the report and the release folder; upload only on --push.
 
 python eval/main.py RECIPE [--tuned] [--push OWNER/NAME]
 python eval/main.py OWNER/NAME[@REVISION]       (a published release of ours, on this machine)
@@ -12,11 +12,11 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not this folder
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted import prints nothing
 
 from eval.measure import plots, report
 from eval.measure.harness import pooled
-from eval.measure.tasks import Job, decode_all, evaluation_lock, job_of, tuned_as_written
+from eval.measure.tasks import EvalJob, decode_all, evaluation_lock, make_job, methods_tuned_as_written
 from eval.published import recipe_of
 from eval.release.hub import require_repository_name
 from eval.release.publish import build_release, push
@@ -44,20 +44,20 @@ from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
 
 
-def measured_already(path: Path, key: str) -> bool:
+def is_measured(path: Path, key: str) -> bool:
     """Return whether the report is of this evaluation, by this version of the measurement."""
-    found = read_report(path) if path.exists() else {}
-    return (found.get("key"), found.get("code")) == (key, measured_by())
+    saved_report = read_report(path) if path.exists() else {}
+    return (saved_report.get("key"), saved_report.get("code")) == (key, measured_by())
 
 
-def facts_of(job: Job, method: Method) -> dict:
-    """What the report says of a method, measured figures apart."""
+def describe_method(job: EvalJob, method: Method) -> dict:
+    """Return the report's facts about a method, without measured figures."""
     recipe, name = job.recipe, method.draft
-    config, asked = recipe.draft[name], recipe.small_models.get(name)
+    config, small_model = recipe.draft[name], recipe.small_models.get(name)
     training = checkpoint.read_config(recipe.paths.draft(name)).training if config.trained else {}
     return {
         "kind": kind_of(config),
-        "parameters": parameter_count_of(asked) if asked else training.get("parameters", 0),
+        "parameters": parameter_count_of(small_model) if small_model else training.get("parameters", 0),
         "training": training,
         "method": method.to_json(),
         "weights_sha256": None if config.corpus else job.digests[name],
@@ -65,56 +65,57 @@ def facts_of(job: Job, method: Method) -> dict:
     }
 
 
-def settings_of(recipe: Recipe) -> dict:
-    """What figures depend on beside hardware, prompts and methods."""
+def collect_settings(recipe: Recipe) -> dict:
+    """Return the settings that figures depend on, in addition to hardware, prompts and methods."""
     config = recipe.eval
     kernels = {"dtype": config.dtype, "packed": config.pack_linears, "compiled": config.compile}
     sampling = {"top_k": config.top_k, "top_p": config.top_p}
     return kernels | sampling | {"max_new_tokens": config.max_new_tokens, "workers": config.workers}
 
 
-def measure(job: Job) -> dict:
-    """Runs the benchmarks and writes rows, report.json, table.md and the plots into the run's eval folder."""
+def measure(job: EvalJob) -> dict:
+    """Run the benchmarks and write rows, report.json, table.md and the plots into the run's eval folder."""
     recipe, methods, fleet = job.recipe, job.methods, None
-    read_rows(recipe.paths.eval)  # a damaged table is told now, not after all decoding
+    read_rows(recipe.paths.eval)  # a damaged table is refused now, not after all decoding
     if recipe.eval.workers > 1:
-        from eval.measure.fleet import decode as fleet  # Ray only where it is wanted
+        from eval.measure.fleet import decode as fleet  # import Ray only if it is used
     outcomes = decode_all(job, fleet)
     records, gates, left_out = pooled(outcomes)
-    where = " / ".join(sorted({outcome.hardware for _, outcome in outcomes}))  # of those who decoded, not of a driver
-    folder, settings = recipe.paths.eval, settings_of(recipe)
+    # of the processes that decoded, not of a driver
+    hardware = " / ".join(sorted({outcome.hardware for _, outcome in outcomes}))
+    folder, settings = recipe.paths.eval, collect_settings(recipe)
     origins = {
-        name: origin_of(recipe, one.draft, hardware=where, settings=settings, tree=one.resolved_tree.to_json())
-        for name, one in methods.items()
+        name: origin_of(recipe, method.draft, hardware=hardware, settings=settings, tree=method.resolved_tree.to_json())
+        for name, method in methods.items()
     }
     rows = report.rows(records, gates, origins)
     metrics = {name: checkpoint.metrics_of(recipe.paths.draft(name)) for name in recipe.trained}
     trees = {name: method.resolved_tree for name, method in methods.items()}
-    own = {name: tree.forwards for name, tree in trees.items() if tree.forwards < tree.depth}
-    drawn = plots.draw(rows, own, recipe.eval.of_contexts, metrics, folder)
+    forwards = {name: tree.forwards for name, tree in trees.items() if tree.forwards < tree.depth}
+    plot_files = plots.draw(rows, forwards, recipe.eval.of_contexts, metrics, folder)
     tokenizer = load_tokenizer(recipe.target)
     measured = {
         "name": recipe.name,
         "key": job.key,
         "code": measured_by(),
-        "provenance": provenance(recipe) | {"hardware": where},
+        "provenance": provenance(recipe) | {"hardware": hardware},
         "target": public_name(recipe.target.model),
         "settings": settings,
         "template": template_settings(tokenizer, recipe.target),
         "target_identity": asdict(identify(recipe.target)),
-        "definitions": report.explain(),
-        "drafts": {name: facts_of(job, method) for name, method in methods.items()},
+        "definitions": report.explain_figures(),
+        "drafts": {name: describe_method(job, method) for name, method in methods.items()},
         "tuned": read_tuned_trees(recipe.paths.tuned),
         "rows": digest_of(rows),
         "prompts_left_out": left_out,  # too long for the target's positions
-        "samples": report.samples(job, records, tokenizer),
-        "table": report.summary(rows),
-        "plots": {path.name: sha256(path) for path in drawn},
+        "samples": report.select_samples(job, records, tokenizer),
+        "table": report.format_summary(rows),
+        "plots": {path.name: sha256(path) for path in plot_files},
     }
-    (folder / REPORT).unlink(missing_ok=True)  # no report stands beside another one's rows
+    (folder / REPORT).unlink(missing_ok=True)  # no report lies next to the rows of another one
     put_rows(folder, rows, whole=True)
     write_provenance(folder, recipe)
-    write_text(folder / TABLE, report.table(rows) + "\n")
+    write_text(folder / TABLE, report.format_table(rows) + "\n")
     write_sealed(folder / REPORT, measured)
     return measured
 
@@ -135,10 +136,10 @@ def main() -> None:
     publish(recipe.paths.run, "eval")
     path = recipe.paths.eval / REPORT
     with evaluation_lock(recipe):
-        job = job_of(recipe, arguments.tuned)
-        for name in tuned_as_written(recipe):
+        job = make_job(recipe, arguments.tuned)
+        for name in methods_tuned_as_written(recipe):
             print(f"{name}: the tuned tree is the recipe's, so it is measured once, as {name}")
-        measured = read_report(path) if measured_already(path, job.key) else measure(job)
+        measured = read_report(path) if is_measured(path, job.key) else measure(job)
         print(measured["table"])
         release, notes = build_release(recipe)
     print("\n".join([f"release: {release}/", *notes]))

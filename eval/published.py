@@ -1,7 +1,7 @@
-"""A published release, measured here as its own recipe measured it: `eval/main.py OWNER/NAME[@REVISION]`.
+"""A published release, measured on this machine as its own recipe measured it: `eval/main.py OWNER/NAME[@REVISION]`.
 
-Guarantee: nothing of the release runs as code, and none of its settings but those of pipeline/recipe/untrusted.py is
-taken; only `--set target.trust_remote_code=true` trusts its target's code.
+Guarantee: nothing of the release runs as code, and only the settings of pipeline/recipe/untrusted.py are taken from it;
+only `--set target.trust_remote_code=true` trusts its target's code.
 """
 
 import re
@@ -28,14 +28,15 @@ DEFAULT = {"humaneval": {"source": "embedded:humaneval", "prompts": 20}}
 
 
 def recipe_of(address: str, overrides: list[str]) -> tuple[Path, list[str]] | None:
-    """Writes runs/OWNER/NAME/COMMIT/recipe.json for a release of ours, OWNER/NAME[@REVISION]: its target, its draft,
-    its methods and those of its benchmarks that are no file of its makers. Returns it, and what the user should know;
-    None for what is no such address. `overrides`: the user's, which may name the target. Raises PipelineError.
+    """Write runs/OWNER/NAME/COMMIT/recipe.json for a release of this project, OWNER/NAME[@REVISION]: its target, its
+    draft, its methods and those of its benchmarks that need no file of its makers. Return the file, and notes for the
+    user; None if `address` is no such address. `overrides` are the user's, which may name the target. Raise
+    PipelineError.
     """
-    found = ADDRESS.fullmatch(address)
-    if found is None or Path(address).exists() or address in shipped() or address.endswith((".toml", ".json")):
+    match = ADDRESS.fullmatch(address)
+    if match is None or Path(address).exists() or address in shipped() or address.endswith((".toml", ".json")):
         return None
-    repository, revision = found.groups()
+    repository, revision = match.groups()
     if not revision or not COMMIT.fullmatch(revision):
         revision = Repository(repository, "model", "It is no recipe here, either").commit_of(revision)
     folder = download(repository, revision)
@@ -46,31 +47,33 @@ def recipe_of(address: str, overrides: list[str]) -> tuple[Path, list[str]] | No
         )
     fetched(repository, revision, [checkpoint.TEMPLATE])
     path = Path("runs") / repository / revision[:12] / RECIPE
-    name = next((value for key, _, value in (one.partition("=") for one in overrides) if key == "target.model"), None)
-    tree, said = _tree(folder, repository, revision, name)
+    name = next(
+        (value for key, _, value in (override.partition("=") for override in overrides) if key == "target.model"), None
+    )
+    tree, notes = _build_recipe(folder, repository, revision, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, tree | {"output": str(path.parent)})
-    return path, [f"{repository}, revision {revision}: measured as {path} says", *said]
+    return path, [f"{repository}, revision {revision}: measured as described in {path}", *notes]
 
 
-def _tree(folder: Path, repository: str, revision: str, model: str | None) -> tuple[dict, list[str]]:
-    """The recipe, but for its output: built anew from what is taken by name of the release's own (untrusted.py). How
-    training and dumping went does not matter.
+def _build_recipe(folder: Path, repository: str, revision: str, model: str | None) -> tuple[dict, list[str]]:
+    """Build the recipe, except for its output, from the keys that are taken by name from the release's own recipe
+    (untrusted.py). Its training and dump settings are not used. Return it with notes for the user.
     """
-    again = "Give another revision of the repository"
-    saved, raw = checkpoint.read_config(folder), read_sealed(folder / RECIPE, again)
-    released, target = parse_untrusted(ReleasedRecipe, raw, f"{repository}: {RECIPE}", again), target_of(folder, model)
+    remedy = "Give another revision of the repository"
+    saved, raw = checkpoint.read_config(folder), read_sealed(folder / RECIPE, remedy)
+    released, target = parse_untrusted(ReleasedRecipe, raw, f"{repository}: {RECIPE}", remedy), target_of(folder, model)
     method = saved.method
     sources = (*SHIPPED, *(PREFIX + name for name in BENCHMARKS))
-    public = {name: one for name, one in released.eval.benchmarks.items() if one.source in sources}
+    public = {name: benchmark for name, benchmark in released.eval.benchmarks.items() if benchmark.source in sources}
     left_out = sorted(released.eval.benchmarks.keys() - public.keys())
-    alone = replace(method, secondary=[])
-    methods = {method.draft: alone} | ({"-".join(method.sources): method} if method.secondary else {})
+    draft_alone = replace(method, secondary=[])
+    methods = {method.draft: draft_alone} | ({"-".join(method.sources): method} if method.secondary else {})
     drafts = {method.draft: saved.config, **saved.secondary}
     settings = released.eval.model_dump(mode="json", exclude={"benchmarks"})
     settings |= {
-        "benchmarks": {name: one.model_dump() for name, one in public.items()} or DEFAULT,
-        "methods": {name: one.to_json() for name, one in methods.items()},
+        "benchmarks": {name: benchmark.model_dump() for name, benchmark in public.items()} or DEFAULT,
+        "methods": {name: benchmark.to_json() for name, benchmark in methods.items()},
         "tree": method.resolved_tree.to_json(),
     }
     recipe = {

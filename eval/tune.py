@@ -1,13 +1,13 @@
-"""Chooses the dynamic tree that is fastest on this machine, predicts its speed, and measures it.
+"""Choose the dynamic tree that is fastest on this machine, predict its speed, and measure it.
 
 python eval/tune.py RECIPE [--method NAME]
 
 Counted: tau of every tree along the target's own answers to calibration prompts (held-out dialogues that no benchmark
-of the recipe uses, at all of its temperatures). At every place the draft grows one large tree; every smaller one is a
-selection of its candidates, so how far each would have been accepted there is no estimate (decoding/replay.py).
-Timed: rounds of about a dozen trees, in turns with plain decoding; lines between them say what a round of any other
-tree takes. The tree with the largest tau for what its round takes wins. What was chosen, and what was measured, is
-written to eval/tuned.json of the run: eval/main.py measures it beside the recipe's tree and releases the faster one.
+of the recipe uses, at all of its temperatures). At every place the draft grows one large tree. Every smaller tree is a
+selection of its candidates, so its acceptance there is counted exactly, not estimated (decoding/replay.py). Timed:
+rounds of about a dozen trees, in turns with plain decoding; the time of a round of any other tree is interpolated. The
+tree with the largest ratio of tau to round time wins. The choice and its measurement are written to eval/tuned.json of
+the run: eval/main.py measures it next to the recipe's tree and releases the faster one.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not this folder
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted import prints nothing
 
 import statistics
 from collections.abc import Callable
@@ -27,9 +27,9 @@ from itertools import product
 import numpy as np
 from scipy.optimize import nnls
 
-from eval.measure.harness import PLAIN, Answered, EvalTask, Harness, pooled
+from eval.measure.harness import PLAIN, DecodedPrompt, EvalTask, Harness, pooled
 from eval.measure.prompts import load_prompts
-from eval.measure.tasks import digests_of, evaluation_lock, make_harness, tuned_for
+from eval.measure.tasks import digest_drafts, evaluation_lock, make_harness, tuning_conditions
 from pipeline.artifacts.provenance import provenance
 from pipeline.artifacts.reports import Row, origin_of, put_rows, read_tuned_trees
 from pipeline.basics.errors import PipelineError
@@ -45,34 +45,34 @@ from pipeline.recipe.sections import HELDOUT, BenchmarkConfig
 from pipeline.running import entry
 
 TOP_K = (1, 2, 3, 4, 6, 8, 10)
-SIZES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128)
-TIMED = (2, 4, 8, 16, 32, 64, 128)  # nodes of the trees whose rounds are timed
-PROMPTS, TOKENS = 4, 64  # on whose answers, and on how much of each
+NODE_COUNTS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128)
+TIMED_NODES = (2, 4, 8, 16, 32, 64, 128)  # nodes of the trees whose rounds are timed
+TIMED_PROMPTS, TIMED_TOKENS = 4, 64  # prompts whose answers are timed, and tokens of each
 
-Rounds = dict[TreeConfig, float]  # what a round takes, in steps of plain decoding
+Rounds = dict[TreeConfig, float]  # time of a round, in steps of plain decoding
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a tree is expected to do."""
+    """The expected tau and speed-up of a tree."""
 
     tree: TreeConfig
     tau: float
     speedup: float  # over plain decoding
 
     def __str__(self) -> str:
-        return f"{in_words(self.tree)}: tau {self.tau:.2f}, {self.speedup:.2f}x"
+        return f"{describe_tree(self.tree)}: tau {self.tau:.2f}, {self.speedup:.2f}x"
 
 
-def in_words(tree: TreeConfig) -> str:
+def describe_tree(tree: TreeConfig) -> str:
     levels = f", last {tree.parallel} levels from one forward" if tree.forwards < tree.depth else ""
     return f"depth {tree.depth}, top-k {tree.top_k}, {tree.nodes} nodes{levels}"
 
 
-def choices(method: LoadedMethod, depth: int, nodes: int) -> list[TreeConfig]:
-    """All trees that its draft can grow, of at most so many levels and nodes."""
+def list_trees(method: LoadedMethod, depth: int, nodes: int) -> list[TreeConfig]:
+    """Return all trees that the method's draft can grow, of at most `depth` levels and `nodes` nodes."""
     config, candidates, trees = method.draft.config, method.tree.candidates, []
-    for top_k, levels, size in product(TOP_K, range(1, depth + 1), SIZES):
+    for top_k, levels, size in product(TOP_K, range(1, depth + 1), NODE_COUNTS):
         for parallel in config.parallels(levels) if levels < size <= nodes else ():
             tree = TreeConfig(depth=levels, top_k=top_k, nodes=size, parallel=parallel, candidates=candidates)
             if size <= config.most(tree):
@@ -80,11 +80,11 @@ def choices(method: LoadedMethod, depth: int, nodes: int) -> list[TreeConfig]:
     return trees
 
 
-def sample(trees: list[TreeConfig]) -> list[TreeConfig]:
-    """About a dozen of them: of each of some sizes one with as few draft forwards as there can be; then the deepest
+def select_trees_to_time(trees: list[TreeConfig]) -> list[TreeConfig]:
+    """Return about a dozen of the trees: for each of some sizes one with the fewest draft forwards; then the deepest
     ones, narrow and wide, level by level and with several levels from one forward.
     """
-    sizes = {*TIMED, max(tree.nodes for tree in trees)}
+    sizes = {*TIMED_NODES, max(tree.nodes for tree in trees)}
     series: dict[int, list[TreeConfig]] = {}
     deep: dict[tuple[int, bool], list[TreeConfig]] = {}
     for tree in trees:
@@ -92,44 +92,46 @@ def sample(trees: list[TreeConfig]) -> list[TreeConfig]:
             series.setdefault(tree.nodes, []).append(tree)
             if tree.top_k in (min(TOP_K), max(TOP_K)):
                 deep.setdefault((tree.top_k, tree.forwards < tree.depth), []).append(tree)
-    shallow = [min(alike, key=lambda tree: (tree.forwards, tree.depth, -tree.top_k)) for alike in series.values()]
-    deepest = [max(alike, key=lambda tree: (tree.depth, -tree.nodes)) for alike in deep.values()]
+    shallow = [min(group, key=lambda tree: (tree.forwards, tree.depth, -tree.top_k)) for group in series.values()]
+    deepest = [max(group, key=lambda tree: (tree.depth, -tree.nodes)) for group in deep.values()]
     return list(dict.fromkeys([*shallow, *deepest]))
 
 
-def fit(rounds: Rounds) -> Callable[[TreeConfig], float]:
-    """What a round of any tree takes: interpolated between the numbers of nodes that were timed, and a line in the
-    draft's further forwards, in the nodes that these have, and in the further levels of the last one. No part is
-    negative, and the relative errors are least.
+def fit_round_time(rounds: Rounds) -> Callable[[TreeConfig], float]:
+    """Return a function that predicts the time of a round of any tree: interpolated between the numbers of nodes that
+    were timed, and linear in the draft's further forwards, in the nodes that these have, and in the further levels of
+    the last one. No coefficient is negative; relative errors are minimised (least squares).
     """
     sizes = sorted({tree.nodes for tree in rounds})
 
-    def parts(tree: TreeConfig) -> list[float]:
+    def features(tree: TreeConfig) -> list[float]:
         further = tree.forwards - 1
         nodes = [float(np.interp(tree.nodes, sizes, weights)) for weights in np.eye(len(sizes))]
         return [*nodes, further, further * tree.top_k, tree.depth - tree.forwards]
 
-    relative = np.array([parts(tree) for tree in rounds]) / np.array([*rounds.values()])[:, None]
+    relative = np.array([features(tree) for tree in rounds]) / np.array([*rounds.values()])[:, None]
     costs, _ = nnls(relative, np.ones(len(rounds)))
-    return lambda tree: float(np.dot(parts(tree), costs))
+    return lambda tree: float(np.dot(features(tree), costs))
 
 
 def predict(trees: list[TreeConfig], counters: list[replay.Counter], rounds: Rounds) -> list[Prediction]:
-    """Every tree's prediction, fastest first."""
-    out, round_of = [], fit(rounds)
+    """Return every tree's prediction, fastest first."""
+    predictions, round_time = [], fit_round_time(rounds)
     for tree in trees:
         counts = Acceptance()
         for counter in counters:
             counts.merge(counter(tree))
-        out.append(Prediction(tree, counts.tau, counts.tau / round_of(tree)))
-    return sorted(out, key=lambda prediction: -prediction.speedup)
+        predictions.append(Prediction(tree, counts.tau, counts.tau / round_time(tree)))
+    return sorted(predictions, key=lambda prediction: -prediction.speedup)
 
 
 # -- decoding --------------------------------------------------------------------------------------------------------
 
 
 def calibration_tasks(recipe: Recipe, count: int) -> list[EvalTask]:
-    """First turns of the last held-out dialogues, which no benchmark uses. Raises PipelineError when there are none."""
+    """Return the first turns of the last held-out dialogues, which no benchmark uses. Raise PipelineError if there are
+    none.
+    """
     used = max([b.prompts or recipe.data.heldout_prompts for b in recipe.eval.benchmarks.values() if b.held_out] or [0])
     prompts = load_prompts("calibration", BenchmarkConfig(source=HELDOUT), recipe)[used:][-count:]
     if not prompts:
@@ -142,29 +144,31 @@ def calibration_tasks(recipe: Recipe, count: int) -> list[EvalTask]:
 
 
 def replay_answers(
-    harness: Harness, texts: list[Answered], trees: dict[str, list[TreeConfig]]
+    harness: Harness, texts: list[DecodedPrompt], trees: dict[str, list[TreeConfig]]
 ) -> dict[str, list[replay.Counter]]:
-    """By method, what its trees count along each answer. The target goes along an answer once for all of them."""
+    """Return by method a counter of its trees' acceptance for each answer. The target runs over an answer once for all
+    methods.
+    """
     largest = {}
     for name, method in harness.methods.items():
         deepest, levels = (max(getattr(tree, key) for tree in trees[name]) for key in ("depth", "parallel"))
         largest[name] = replay.largest_tree(deepest, max(TOP_K), method.tree.candidates, levels)
-    out: dict[str, list[replay.Counter]] = {name: [] for name in largest}
+    counters: dict[str, list[replay.Counter]] = {name: [] for name in largest}
     with Progress("replay", len(texts), "answers") as progress:
         for text in texts:
             tokens = text.prompt + text.answer
             states = harness.states(tokens, [method.draft for method in harness.methods.values()])
             for name, tree in largest.items():
                 draft = harness.methods[name].draft
-                out[name].append(replay.counter(draft, states, tokens, len(text.prompt), tree))
+                counters[name].append(replay.counter(draft, states, tokens, len(text.prompt), tree))
             progress.advance(1)
-    return out
+    return counters
 
 
 def decode_in_turns(
     recipe: Recipe, harness: Harness, methods: dict[str, LoadedMethod], tasks: list[EvalTask], title: str
 ) -> tuple[dict[str, list[Generation]], bool]:
-    """Plain decoding's answers and each method's; whether the losslessness gate passed."""
+    """Return the answers of plain decoding and of each method, and whether the losslessness gate passed."""
     trial, outcomes = Harness(recipe, harness.target, methods), []
     with Progress(title, len(tasks), "prompts") as progress:
         for task in tasks:
@@ -178,41 +182,52 @@ def decode_in_turns(
 def time_rounds(
     recipe: Recipe, harness: Harness, method: LoadedMethod, trees: list[TreeConfig], tasks: list[EvalTask]
 ) -> Rounds:
-    """Medians over answers: the machine's own speed drifts, so each is compared with plain decoding's beside it."""
+    """Time a round of each tree: the median over answers. The machine's speed drifts, so each answer is compared with
+    plain decoding's next to it.
+    """
     config = recipe.eval
-    short = {"max_new_tokens": min(config.max_new_tokens, TOKENS)}
-    brief = recipe.model_copy(update={"eval": config.model_copy(update=short)})
-    prompts = list(dict.fromkeys(task.prompt for task in tasks))[:PROMPTS]
-    few = [task for task in tasks if task.prompt in prompts]
-    methods = {in_words(tree): LoadedMethod(method.draft, tree) for tree in trees}
-    answers, _ = decode_in_turns(brief, harness, methods, few, "time rounds")  # the tree that wins has to pass the gate
+    limit = {"max_new_tokens": min(config.max_new_tokens, TIMED_TOKENS)}
+    short_recipe = recipe.model_copy(update={"eval": config.model_copy(update=limit)})
+    prompts = list(dict.fromkeys(task.prompt for task in tasks))[:TIMED_PROMPTS]
+    short_tasks = [task for task in tasks if task.prompt in prompts]
+    methods = {describe_tree(tree): LoadedMethod(method.draft, tree) for tree in trees}
+    # the gate is checked for the tree that wins
+    answers, _ = decode_in_turns(short_recipe, harness, methods, short_tasks, "time rounds")
     steps = [generation.seconds / (len(generation.tokens) - 1) for generation in answers[PLAIN]]
     rounds: Rounds = {}
     for tree in trees:
-        pairs = zip(answers[in_words(tree)], steps, strict=True)
-        rounds[tree] = statistics.median(mine.seconds / mine.acceptance.passes / step for mine, step in pairs)
-        print(f"  {in_words(tree)}: a round takes {rounds[tree]:.2f} steps of plain decoding")
+        pairs = zip(answers[describe_tree(tree)], steps, strict=True)
+        rounds[tree] = statistics.median(
+            generation.seconds / generation.acceptance.passes / step for generation, step in pairs
+        )
+        print(f"  {describe_tree(tree)}: a round takes {rounds[tree]:.2f} steps of plain decoding")
     return rounds
 
 
-def measure(recipe: Recipe, harness: Harness, method: LoadedMethod, tasks: list[EvalTask]) -> dict[str, float]:
-    """Milliseconds a token, tau, and the speed-up over plain decoding in turns with it. Raises PipelineError where the
-    losslessness gate fails.
+def measure_method(recipe: Recipe, harness: Harness, method: LoadedMethod, tasks: list[EvalTask]) -> dict[str, float]:
+    """Return milliseconds a token, tau, and the speed-up over plain decoding, decoded in turns with it. Raise
+    PipelineError if the losslessness gate fails.
     """
     answers, lossless = decode_in_turns(recipe, harness, {"tuned": method}, tasks, "measure")
     if not lossless:
-        raise PipelineError(f"the losslessness gate failed for {in_words(method.tree)}: there is no speed to speak of")
-    ms, counts = {}, Acceptance()
+        raise PipelineError(
+            f"the losslessness gate failed for {describe_tree(method.tree)}: there is no speed to report"
+        )
+    ms_per_token, counts = {}, Acceptance()
     for name, generations in answers.items():
         tokens = sum(len(generation.tokens) - 1 for generation in generations)
-        ms[name] = 1e3 * sum(generation.seconds for generation in generations) / tokens
+        ms_per_token[name] = 1e3 * sum(generation.seconds for generation in generations) / tokens
     for generation in answers["tuned"]:
         counts.merge(generation.acceptance)
-    figures = {"ms_per_token": ms["tuned"], "tau": counts.tau, "speedup": ms[PLAIN] / ms["tuned"]}
+    figures = {
+        "ms_per_token": ms_per_token["tuned"],
+        "tau": counts.tau,
+        "speedup": ms_per_token[PLAIN] / ms_per_token["tuned"],
+    }
     return {name: round(value, 4) for name, value in figures.items()}
 
 
-def tune(
+def tune_method(
     recipe: Recipe,
     harness: Harness,
     name: str,
@@ -220,15 +235,15 @@ def tune(
     trees: list[TreeConfig],
     counters: list[replay.Counter],
 ) -> dict:
-    """Chooses, measures and describes one method's tree."""
+    """Choose, measure and describe one method's tree."""
     method = harness.methods[name]
     print(f"{name}:")
-    predictions = predict(trees, counters, time_rounds(recipe, harness, method, sample(trees), tasks))
+    predictions = predict(trees, counters, time_rounds(recipe, harness, method, select_trees_to_time(trees), tasks))
     print(f"{name}, fastest trees by prediction:")
     for prediction in predictions[:5]:
         print(f"  {prediction}")
     best = predictions[0]
-    figures = measure(recipe, harness, LoadedMethod(method.draft, best.tree), tasks)
+    figures = measure_method(recipe, harness, LoadedMethod(method.draft, best.tree), tasks)
     ratio = figures["speedup"] / best.speedup
     print(
         f"{name}: predicted {best.speedup:.2f}x at tau {best.tau:.2f}, measured {figures['speedup']:.2f}x at "
@@ -245,23 +260,23 @@ def tune(
 
 
 def tune_methods(recipe: Recipe, names: list[str], prompts: int, depth: int, nodes: int) -> Path:
-    """Writes what was chosen for each method, as it comes; returns the file."""
-    methods, digests = recipe.methods, digests_of(recipe)
+    """Write the tree that was chosen for each method, one after the other; return the file."""
+    methods, digests = recipe.methods, digest_drafts(recipe)
     harness = make_harness(recipe, {name: methods[name] for name in names})
-    path, known = recipe.paths.tuned, {}
+    path, tuned = recipe.paths.tuned, {}
     for name, facts in read_tuned_trees(path).items():
-        if name in methods and facts.get("for") == tuned_for(recipe, methods[name], digests):
-            known[name] = facts
-    path.unlink(missing_ok=True)  # what is tuned now may have been tuned for other weights
-    texts = harness.answered(calibration_tasks(recipe, prompts))
+        if name in methods and facts.get("for") == tuning_conditions(recipe, methods[name], digests):
+            tuned[name] = facts
+    path.unlink(missing_ok=True)  # the old file may be tuned for other weights
+    texts = harness.decode_plainly(calibration_tasks(recipe, prompts))
     if not texts:
         raise PipelineError("no calibration prompt has room for an answer of two tokens: lower eval.max_new_tokens")
     tasks = [text.task for text in texts]
-    trees = {name: choices(method, depth, nodes) for name, method in harness.methods.items()}
+    trees = {name: list_trees(method, depth, nodes) for name, method in harness.methods.items()}
     for name, counters in replay_answers(harness, texts, trees).items():
-        facts = tune(recipe, harness, name, tasks, trees[name], counters)
-        known[name] = facts | {"for": tuned_for(recipe, methods[name], digests)}
-        write_sealed(path, known)
+        facts = tune_method(recipe, harness, name, tasks, trees[name], counters)
+        tuned[name] = facts | {"for": tuning_conditions(recipe, methods[name], digests)}
+        write_sealed(path, tuned)
         origin = origin_of(recipe, methods[name].draft)
         figures = facts["predicted"].items()
         put_rows(recipe.paths.eval, [Row("predicted", f"{name}-tuned", *figure, origin=origin) for figure in figures])
@@ -284,7 +299,7 @@ def main() -> None:
         parser.error(f"--method {unknown.pop()}: the recipe has {', '.join(recipe.tunable)}")
     with evaluation_lock(recipe):
         path = tune_methods(recipe, names, arguments.prompts, arguments.depth, arguments.max_nodes)
-    print(f"{path} is written: the next run measures what it holds beside the recipe's trees")
+    print(f"{path} is written: the next run measures the trees in it next to the recipe's trees")
 
 
 if __name__ == "__main__":

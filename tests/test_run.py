@@ -1,4 +1,4 @@
-"""The whole path as a user walks it, on the tiny target: run, run again, status, failures, release, card, upload."""
+"""The complete path of a user, on the tiny target: run, run again, status, failures, release, card, upload."""
 
 import json
 import math
@@ -12,8 +12,8 @@ import yaml
 from safetensors.torch import load_file
 
 from eval.main import main as evaluate
-from eval.measure.report import DEPTH, by_place, is_noise, usual_said
-from eval.measure.tasks import evaluation_lock, methods_of
+from eval.measure.report import DEPTH, by_place, format_tau_and_speedup, is_noise
+from eval.measure.tasks import evaluation_lock, load_methods
 from eval.release import card as cards
 from eval.release.folder import files_in
 from eval.release.publish import build_release
@@ -88,17 +88,17 @@ def test_a_run_ends_with_its_table_its_release_and_its_plots(finished):
     depths = {"acceptance_by_depth.png"} if deep else set()
     assert {path.name for path in (run / "release").iterdir()} == RELEASE | depths
     for stage in ("preprocess", "train", "eval"):  # on a slow machine there are lines between
-        said = [line for line in printed.splitlines() if line.startswith(f"{stage}: ")]
-        assert said[0].startswith(f"{stage}: starts at ") and re.search(r", \d+ min \d\d s$", said[-1])
+        stage_lines = [line for line in printed.splitlines() if line.startswith(f"{stage}: ")]
+        assert stage_lines[0].startswith(f"{stage}: starts at ") and re.search(r", \d+ min \d\d s$", stage_lines[-1])
     assert "\r" not in printed and "\x1b" not in printed  # this is no terminal
 
 
 def test_a_run_leaves_the_environments_secrets_nowhere_and_its_artifacts_to_all_readers(finished):
-    """A cluster's users read each other's runs, but for the recipe with this machine's paths."""
+    """The users of a cluster can read each other's runs, except for the recipe with this machine's paths."""
     _, run, printed = finished
     files = {path.relative_to(run).as_posix(): path for path in run.rglob("*") if path.is_file()}
-    known = {"logs/preprocess.log", "logs/train.log", "metrics/eval.json", "release/recipe.json"}
-    assert known | {"features/own-recipe.json"} <= files.keys()
+    expected_files = {"logs/preprocess.log", "logs/train.log", "metrics/eval.json", "release/recipe.json"}
+    assert expected_files | {"features/own-recipe.json"} <= files.keys()
     for secret in SECRETS.values():
         assert not [name for name, path in files.items() if secret.encode() in path.read_bytes()]
         assert secret not in printed
@@ -130,15 +130,15 @@ def test_the_report_measured_exactly_the_released_weights_and_nothing_was_lost(f
     report = json.loads((run / "release/report.json").read_text())
     weights = sha256(run / "release/model.safetensors")
     assert report["drafts"]["jakiro"]["weights_sha256"] == weights == sha256(run / "drafts/jakiro/model.safetensors")
-    for (_, temperature, _), found in decoded(run).items():
-        gate = found["lossless"].details
-        assert found["lossless"].value == 1 and gate["checked"] > 0 and found["speedup"].value is not None
+    for (_, temperature, _), figures in decoded(run).items():
+        gate = figures["lossless"].details
+        assert figures["lossless"].value == 1 and gate["checked"] > 0 and figures["speedup"].value is not None
         if temperature == 0:
             assert gate["identical"] == gate["checked"]
 
 
 def decoded(run: Path) -> dict:
-    """What a run's release says: by benchmark, temperature and method, rows by figure."""
+    """Return a release's rows by benchmark, temperature and method, and by figure."""
     return by_place(read_rows(run / "release"))
 
 
@@ -156,8 +156,8 @@ def test_the_code_on_the_card_runs(finished, tiny_target, tmp_path):
     """Both blocks: transformers' `generate` with the release's own code, and `pipeline.load`."""
     _, run, _ = finished
     card = (run / "release/README.md").read_text()
-    one, other = re.findall(r"```python\n(.*?)```", card, re.DOTALL)[:2]
-    code = one + "print(tokens.shape[1] - inputs['input_ids'].shape[1], 'new')\n" + other
+    transformers_code, pipeline_code = re.findall(r"```python\n(.*?)```", card, re.DOTALL)[:2]
+    code = transformers_code + "print(tokens.shape[1] - inputs['input_ids'].shape[1], 'new')\n" + pipeline_code
     code = code.replace("PATH/TO/THIS/FOLDER", str(run / "release"))
     for name in (f'"PATH/TO/{tiny_target.name}"', f'"{tiny_target.name}"'):
         code = code.replace(name, f'"{tiny_target}"')
@@ -174,10 +174,10 @@ def test_the_card_states_figures_first_and_the_hubs_index_holds_the_released_met
     (entry,) = head["model-index"]
     stated = {(r["dataset"]["name"], m["type"], m["name"]): m["value"] for r in entry["results"] for m in r["metrics"]}
     assert stated == {
-        (f"heldout, T = {temperature:g}, 3 prompts", key, f"{key} of jakiro (the draft alone)"): found[figure].value
-        for (_, temperature, method), found in decoded(run).items()
+        (f"heldout, T = {temperature:g}, 3 prompts", key, f"{key} of jakiro (the draft alone)"): figures[figure].value
+        for (_, temperature, method), figures in decoded(run).items()
         for key, figure in (("tau", "tau"), ("speed-up", "speedup"))
-        if method == "jakiro" and not (key == "speed-up" and is_noise(found["speedup"], found["tau"]))
+        if method == "jakiro" and not (key == "speed-up" and is_noise(figures["speedup"], figures["tau"]))
     }
     assert "The release decodes with `jakiro`, the draft alone." in body
     assert body.index("| heldout | 0 | jakiro |") < body.index("<details>") < body.index("tau = tokens emitted")
@@ -189,30 +189,35 @@ def test_the_card_states_figures_first_and_the_hubs_index_holds_the_released_met
 
 def test_every_artifact_says_what_the_chat_template_was_told(finished):
     _, run, _ = finished
-    said = 'thinking off, date 2025-01-02, enable_thinking = false, tone = "/brief"'
+    settings_text = 'thinking off, date 2025-01-02, enable_thinking = false, tone = "/brief"'
     manifest, report = (json.loads((run / name).read_text()) for name in ("features/manifest.json", "eval/report.json"))
     config = json.loads((run / "release/config.json").read_text())
-    assert manifest["spec"]["template_settings"] == report["template"] == config["training"]["template"] == said
-    assert said in (run / "release/README.md").read_text() and said in (run / "logs/preprocess.log").read_text()
+    assert (
+        manifest["spec"]["template_settings"] == report["template"] == config["training"]["template"] == settings_text
+    )
+    assert (
+        settings_text in (run / "release/README.md").read_text()
+        and settings_text in (run / "logs/preprocess.log").read_text()
+    )
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [
         ("template_keywords.enable_thinking", "true", "enable_thinking = true"),
         ("template_date", "2025-01-03", "date 2025-01-03"),
     ],
 )
-def test_other_keywords_are_refused_at_every_stage_by_their_name(finished, key, value, said):
+def test_other_keywords_are_refused_at_every_stage_by_their_name(finished, key, value, message):
     changed = load_recipe(finished[0], [f"target.{key}={value}"])
     for read in (lambda: dump(changed), lambda: stores(changed, feature_spec(changed))):
         with pytest.raises(PipelineError, match=r"features: features of other settings of the chat template") as caught:
             read()
-        assert said in str(caught.value)
+        assert message in str(caught.value)
         assert "thinking off, date 2025-01-02, enable_thinking = false" in str(caught.value)
     trained = rf"trained with other settings: target\.{key}: .* -> \"?{value}\"?\. Take these back"
     with pytest.raises(PipelineError, match=trained):
-        methods_of(changed)
+        load_methods(changed)
 
 
 def test_weights_that_were_not_measured_are_not_released(copied, capsys):
@@ -220,8 +225,8 @@ def test_weights_that_were_not_measured_are_not_released(copied, capsys):
     for name in ("model.safetensors", "config.json"):
         shutil.copy(run / "drafts/eagle" / name, run / "drafts/jakiro" / name)
     status(str(recipe), [f"output={run}"])
-    said = capsys.readouterr().out
-    assert "to do  train" in said and "to do  eval" in said
+    printed = capsys.readouterr().out
+    assert "to do  train" in printed and "to do  eval" in printed
 
 
 @pytest.mark.parametrize(
@@ -246,7 +251,7 @@ def test_evaluation_refuses_a_missing_or_foreign_checkpoint(copied, damage, sets
 
 
 def test_push_uploads_the_release_and_only_on_demand(finished, monkeypatch, capsys):
-    """What else a Hub can answer: tests/eval/test_push.py."""
+    """The upload succeeds; other answers of a Hub are in tests/eval/test_push.py."""
     recipe, run, _ = finished
     with Hub() as hub, reached(monkeypatch, hub):
         call(evaluate, str(recipe))
@@ -289,12 +294,12 @@ def test_what_changed_since_it_was_written_is_neither_released_nor_done(copied):
         (run / "drafts/jakiro/provenance.json", '"hardware": "', '"hardware": "8 x '),
         (run / "eval/tau_and_speed.png", None, None),
     ):
-        whole = path.read_bytes()
+        content = path.read_bytes()
         replace_once(path, old, new) if old else flip(path)
-        told = " (was changed or damaged|is missing, or not the plot)"
-        with pytest.raises(PipelineError, match=path.name + told):
+        message = " (was changed or damaged|is missing, or not the plot)"
+        with pytest.raises(PipelineError, match=path.name + message):
             build_release(recipe)
-        path.write_bytes(whole)
+        path.write_bytes(content)
     assert {name: sha256(release / name) for name in files_in(release)} == before
     assert build_release(recipe)[0] == release
     evaluation = next(stage for stage in stages(str(recipe_file), [], recipe) if stage.name == "eval")
@@ -308,7 +313,9 @@ def test_what_changed_since_it_was_written_is_neither_released_nor_done(copied):
 
 
 def test_one_command_at_a_time_measures_a_run(copied):
-    """A tuned tree would stand over what was not measured with it, and of two tuners one would lose its result."""
+    """Without the lock a tuned tree would head figures not measured with it, and one of two tuners would lose its
+    result.
+    """
     recipe, run = copied
     with evaluation_lock(load_recipe(recipe, [f"output={run}"])):
         for command in (evaluate, tune):
@@ -317,28 +324,28 @@ def test_one_command_at_a_time_measures_a_run(copied):
 
 
 def answers_of(run: Path) -> dict:
-    found = {}
+    answers = {}
     for line in (run / "eval/records.jsonl").read_text().splitlines():
         for record in json.loads(line)["outcome"]["records"]:
             place = tuple(
                 record[key] for key in ("benchmark", "question_id", "turn", "temperature", "method", "repeat")
             )
-            found[place] = record["generation"]["tokens"]
-    return found
+            answers[place] = record["generation"]["tokens"]
+    return answers
 
 
 def test_ray_workers_and_another_version_measure_again_and_find_the_same_answers(copied, on_cluster, monkeypatch):
-    """No figure of another number of workers, or of another version of the measurement, is released as theirs."""
+    """No figure of another number of workers, or of another version of the measurement, is released."""
     recipe, run = copied
     output, workers, records = f"output={run}", "eval.workers=2", run / "eval/records.jsonl"
     before, lines = answers_of(run), records.read_text().splitlines()
     call(evaluate, str(recipe), *override_arguments([output, workers]))
     assert records.read_text().splitlines()[: len(lines)] == lines and answers_of(run) == before
     monkeypatch.setattr("pipeline.artifacts.provenance.MEASURE_VERSION", 0)
-    found = load_recipe(recipe, [output])
-    assert eval_state(found) == (False, f"release that was not measured by {measured_by()}")
+    loaded = load_recipe(recipe, [output])
+    assert eval_state(loaded) == (False, f"release that was not measured by {measured_by()}")
     call(evaluate, str(recipe), *override_arguments([output]))
-    assert len(records.read_text().splitlines()) == 3 * len(lines) and eval_state(found)[0]
+    assert len(records.read_text().splitlines()) == 3 * len(lines) and eval_state(loaded)[0]
 
 
 def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsys):
@@ -348,30 +355,30 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsy
         [sys.executable, "eval/tune.py", str(recipe), *sets, "--method", "jakiro", "--max-nodes", "8", "--depth", "3"]
     )
     assert tuned.returncode == 0, tuned.stdout + tuned.stderr
-    figures = json.loads((run / "eval/tuned.json").read_text())["jakiro"]
-    assert figures["predicted"]["tau"] == figures["measured"]["tau"]  # replayed, not estimated
-    assert figures["predicted_over_measured"] > 0 and figures["method"]["tree"]["nodes"] <= 8
+    tuned_facts = json.loads((run / "eval/tuned.json").read_text())["jakiro"]
+    assert tuned_facts["predicted"]["tau"] == tuned_facts["measured"]["tau"]  # replayed, not estimated
+    assert tuned_facts["predicted_over_measured"] > 0 and tuned_facts["method"]["tree"]["nodes"] <= 8
     assert eval_state(load_recipe(recipe, [f"output={run}"])) == (False, "release without the tuned trees")
 
     call(evaluate, str(recipe), *sets)
     assert "jakiro-tuned" in capsys.readouterr().out
     assert "| heldout | 0 | jakiro-tuned | 3 |" in (run / "eval/table.md").read_text()
     released = json.loads((run / "release/config.json").read_text())["method"]
-    found = decoded(run)
+    figures = decoded(run)
     speeds = {
-        name: math.prod(of["speedup"].value for place, of in found.items() if place[2] == name)
+        name: math.prod(of["speedup"].value for place, of in figures.items() if place[2] == name)
         for name in ("jakiro", "jakiro-tuned")
     }
     faster = speeds["jakiro-tuned"] > speeds["jakiro"]
-    assert (released == figures["method"]) == faster or speeds["jakiro-tuned"] == speeds["jakiro"]
+    assert (released == tuned_facts["method"]) == faster or speeds["jakiro-tuned"] == speeds["jakiro"]
     card = (run / "release/README.md").read_text()
     assert ("chosen for the hardware above" in card) == faster
     assert f"- {'jakiro' if faster else 'jakiro-tuned'}: these weights; dynamic, depth" in card
     call(show_results, str(run), "--plot", str(tmp_path / "table.png"))
     shown = capsys.readouterr().out
-    assert set(found) == {("heldout", t, name) for name in ("eagle", "jakiro", "jakiro-tuned") for t in (0.0, 1.0)}
-    for (_, temperature, method), of in found.items():
-        assert f"| {temperature:g} | {method} | {' | '.join(usual_said(of))} |" in shown
+    assert set(figures) == {("heldout", t, name) for name in ("eagle", "jakiro", "jakiro-tuned") for t in (0.0, 1.0)}
+    for (_, temperature, method), of in figures.items():
+        assert f"| {temperature:g} | {method} | {' | '.join(format_tau_and_speedup(of))} |" in shown
     assert (tmp_path / "table.png").stat().st_size > 5000
     call(show_results, str(run), "--against", "eagle")
     lines = capsys.readouterr().out.splitlines()[2:]
@@ -383,23 +390,23 @@ def test_a_tuned_tree_is_predicted_measured_and_released(copied, tmp_path, capsy
         assert f"| {name} | 0.001 | {validation['estimated_tau']:.3f} |" in shown
 
     call(evaluate, str(recipe), *sets, "--tuned")
-    said = (run / "eval/table.md").read_text()
-    assert "| jakiro-tuned | 3 |" in said and "| eagle | 3 |" in said and "| jakiro | 3 |" not in said
-    assert json.loads((run / "release/config.json").read_text())["method"] == figures["method"]
+    table_text = (run / "eval/table.md").read_text()
+    assert "| jakiro-tuned | 3 |" in table_text and "| eagle | 3 |" in table_text and "| jakiro | 3 |" not in table_text
+    assert json.loads((run / "release/config.json").read_text())["method"] == tuned_facts["method"]
     assert eval_state(load_recipe(recipe, [f"output={run}"]))[0]
 
     change_sealed(run / "drafts/jakiro/config.json", lambda raw: raw.update(weights_sha256="0" * 64))
     with pytest.raises(PipelineError, match="jakiro was tuned for other weights or settings"):
-        methods_of(load_recipe(recipe, [f"output={run}"]))
+        load_methods(load_recipe(recipe, [f"output={run}"]))
 
 
 def test_tau_by_context_length_is_measured_drawn_and_stated(copied):
     recipe, run = copied
     lengths = [f"eval.benchmarks.heldout-{n}={{source='heldout:{n}', prompts=2}}" for n in (200, 280)]
     call(evaluate, str(recipe), *override_arguments([f"output={run}", *lengths]))
-    found, card = decoded(run), (run / "release/README.md").read_text()
-    assert {place[0] for place in found} == {"heldout", "heldout-200", "heldout-280"}
-    stated = (f"{found[f'heldout-{n}', 0.0, 'jakiro']['tau'].value:.2f} at {n}" for n in (200, 280))
+    figures, card = decoded(run), (run / "release/README.md").read_text()
+    assert {place[0] for place in figures} == {"heldout", "heldout-200", "heldout-280"}
+    stated = (f"{figures[f'heldout-{n}', 0.0, 'jakiro']['tau'].value:.2f} at {n}" for n in (200, 280))
     assert f"tau of `jakiro` by context length, at the lowest T: {', '.join(stated)} tokens; longer contexts" in card
     assert (
         "![tau by context](tau_by_context.png)" in card and (run / "release/tau_by_context.png").stat().st_size > 5000
@@ -407,7 +414,7 @@ def test_tau_by_context_length_is_measured_drawn_and_stated(copied):
 
 
 def test_a_draft_with_prompt_lookup_beside_it_is_tuned_measured_and_released(copied, tmp_path, capsys, monkeypatch):
-    """What is released decodes as plain decoding does. It copies from a text of the user's, too, which stays here."""
+    """The release decodes losslessly. It also copies from a user's text, which stays on this machine."""
     recipe, run = copied
     corpus = tmp_path / "my folder" / "my notes"
     corpus.parent.mkdir()
@@ -416,44 +423,44 @@ def test_a_draft_with_prompt_lookup_beside_it_is_tuned_measured_and_released(cop
     sets = [f"output={run}", f'draft.prompt-lookup={{kind="prompt-lookup", corpus="{corpus}"}}', both]
     flags, shape = override_arguments(sets), ["--method", "both", "--max-nodes", "8", "--depth", "2", "--prompts", "2"]
     with pytest.raises(PipelineError, match="nothing is tuned: run"):
-        methods_of(load_recipe(recipe, sets), tuned_alone=True)
+        load_methods(load_recipe(recipe, sets), tuned_alone=True)
     call(tune, str(recipe), *flags, *shape)
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{run / 'eval/tuned.json'} is written")
-    kept = json.loads((run / "eval/tuned.json").read_text())["both"]
-    assert kept["predicted"]["tau"] == kept["measured"]["tau"]  # replayed, not estimated
+    tuned = json.loads((run / "eval/tuned.json").read_text())["both"]
+    assert tuned["predicted"]["tau"] == tuned["measured"]["tau"]  # replayed, not estimated
 
     call(evaluate, str(recipe), *flags)
-    table, found = capsys.readouterr().out, load_recipe(recipe, sets)
+    table, loaded = capsys.readouterr().out, load_recipe(recipe, sets)
     assert all(f"| heldout   | 0 | {name} " in table for name in ("prompt-lookup", "both", "both-tuned"))
-    found = load_recipe(recipe, sets)
+    loaded = load_recipe(recipe, sets)
     monkeypatch.setattr(cards, "released_method", lambda *_: "both-tuned")
-    build_release(found)
-    assert eval_state(found)[0]
+    build_release(loaded)
+    assert eval_state(loaded)[0]
     assert_each_figure_names_its_method(run / "release")
     saved = checkpoint.read_config(run / "release")
     assert saved.secondary["prompt-lookup"].corpus is None
-    target, mark = Target(found.target, "float32"), fingerprint(found.target)
+    target, mark = Target(loaded.target, "float32"), fingerprint(loaded.target)
     draft = checkpoint.load(run / "release", mark)
     draft.bind(EmbeddingAndHead(target.embedding_VD, target.head, mark))
     method = saved.loaded(draft)
-    assert method.tree.to_json() == kept["method"]["tree"] and isinstance(method.draft, Sources)
+    assert method.tree.to_json() == tuned["method"]["tree"] and isinstance(method.draft, Sources)
     sampling, prompt = Sampling(20, frozenset()), prompt_of(1) * 2
     assert speculative(target, method, prompt, sampling).tokens == plain(target, prompt, sampling).tokens
 
     tuned_otherwise = "both was tuned for other weights or settings"
-    for other in ("eval.temperatures=[0.0]", "eval.top_p=0.9"):
+    for change in ("eval.temperatures=[0.0]", "eval.top_p=0.9"):
         with pytest.raises(PipelineError, match=tuned_otherwise):
-            methods_of(load_recipe(recipe, [*sets, other]))
+            load_methods(load_recipe(recipe, [*sets, change]))
     corpus.write_text("another text")
-    assert eval_state(found) == (False, "release of another corpus")
+    assert eval_state(loaded) == (False, "release of another corpus")
     with pytest.raises(PipelineError, match=tuned_otherwise):
-        methods_of(found)
+        load_methods(loaded)
     call(tune, str(recipe), *flags, *shape)  # which the tuner mends
-    assert set(methods_of(found)) >= {"both", "both-tuned"}
+    assert set(load_methods(loaded)) >= {"both", "both-tuned"}
 
 
 def assert_each_figure_names_its_method(release: Path) -> None:
-    """The draft alone stands beside the draft with prompt lookup, which the release decodes with."""
+    """The card shows the draft alone next to the draft with prompt lookup, which the release decodes with."""
     _, head, body = (release / "README.md").read_text().split("---\n", 2)
     assert "prompt-lookup beside the draft" in body
     assert "decodes with `both-tuned`: prompt-lookup beside the draft in one tree. `jakiro` is the draft alone." in body
@@ -466,7 +473,7 @@ def assert_each_figure_names_its_method(release: Path) -> None:
     measured = decoded(release.parent)
     for result in yaml.safe_load(head)["model-index"][0]["results"]:
         temperature = float(result["dataset"]["config"].removeprefix("T = "))
-        of = {one["name"]: one["value"] for one in result["metrics"] if one["type"] == "tau"}
+        of = {metric["name"]: metric["value"] for metric in result["metrics"] if metric["type"] == "tau"}
         assert of == {
             "tau of jakiro (the draft alone)": measured["heldout", temperature, "jakiro"]["tau"].value,
             "tau of both-tuned (as released)": measured["heldout", temperature, "both-tuned"]["tau"].value,
@@ -480,41 +487,41 @@ def test_a_corpus_is_measured_with_and_stays_on_this_machine(copied, tmp_path, c
     corpus.write_text("one two three " * 20)
     both = 'eval.methods.both={draft="jakiro", secondary=["prompt-lookup"]}'
     sets = [f"output={run}", f'draft.prompt-lookup={{kind="prompt-lookup", corpus="{corpus}"}}', both]
-    flags = [word for one in sets for word in ("--set", one)]
+    flags = [word for setting in sets for word in ("--set", setting)]
     call(tune, str(recipe), *flags, "--method", "both", "--max-nodes", "6", "--depth", "2", "--prompts", "1")
     call(evaluate, str(recipe), *flags)
-    found = load_recipe(recipe, sets)
+    loaded = load_recipe(recipe, sets)
     measured = json.loads((run / "eval/report.json").read_text())
     assert measured["drafts"]["both-tuned"]["corpora"] == [sha256(corpus)]
     names = [name for name in measured["drafts"] if name.startswith(("both", "jakiro"))]
     rows = [Row("decoded", name, "speedup", 9.0 if name.startswith("both") else 1.0) for name in names]
-    assert cards.released_method(found, measured, rows) == "jakiro"  # a release does not hold the text
+    assert cards.released_method(loaded, measured, rows) == "jakiro"  # a release does not hold the text
     assert "prompt lookup also in a text that is not part of this release" in (run / "release/README.md").read_text()
     for folder in (run / "release", run / "eval"):
         for name in files_in(folder):
             for private in (b"my folder", b"my notes"):
                 assert private not in (folder / name).read_bytes(), name
     monkeypatch.setattr(cards, "released_method", lambda *_: "both-tuned")
-    build_release(found)
+    build_release(loaded)
     assert checkpoint.read_config(run / "release").secondary["prompt-lookup"].corpus is None
-    assert eval_state(found)[0]
+    assert eval_state(loaded)[0]
     corpus.write_text("another text")
-    assert eval_state(found) == (False, "release of another corpus")
+    assert eval_state(loaded) == (False, "release of another corpus")
     with pytest.raises(PipelineError, match="both was tuned for other weights or settings"):
-        methods_of(found)
+        load_methods(loaded)
     capsys.readouterr()
 
 
 def test_a_draft_of_its_own_name_stands_alone(tiny_recipe, tmp_path):
-    """So that what it is trained, saved and shown with is the draft's own."""
+    """The tree that a draft is trained, saved and shown with is its own."""
     recipe = write_recipe(tiny_recipe.model_dump(mode="json"), tmp_path / "recipe")
-    beside = 'eval.methods.jakiro={secondary=["prompt-lookup"]}'
+    hybrid = 'eval.methods.jakiro={secondary=["prompt-lookup"]}'
     with pytest.raises(PipelineError, match="jakiro: a draft of that name stands alone"):
-        load_recipe(recipe, ['draft.prompt-lookup={kind="prompt-lookup"}', beside])
+        load_recipe(recipe, ['draft.prompt-lookup={kind="prompt-lookup"}', hybrid])
 
 
 @pytest.mark.parametrize(
-    ("beside", "said"),
+    ("hybrid", "message"),
     [
         (
             '{draft="jakiro", secondary=["eagle"]}',
@@ -529,9 +536,9 @@ def test_a_draft_of_its_own_name_stands_alone(tiny_recipe, tmp_path):
         ('{draft="jakiro", secondary=["prompt-lookup"], tree={paths="eagle-1"}}', "have no ranks for a static tree"),
     ],
 )
-def test_what_cannot_stand_beside_a_draft_is_refused(tiny_recipe, tmp_path, beside, said):
-    with pytest.raises(PipelineError, match=said):
+def test_what_cannot_stand_beside_a_draft_is_refused(tiny_recipe, tmp_path, hybrid, message):
+    with pytest.raises(PipelineError, match=message):
         load_recipe(
             write_recipe(tiny_recipe.model_dump(mode="json"), tmp_path / "recipe"),
-            ['draft.prompt-lookup={kind="prompt-lookup"}', f"eval.methods.both={beside}"],
+            ['draft.prompt-lookup={kind="prompt-lookup"}', f"eval.methods.both={hybrid}"],
         )

@@ -1,10 +1,10 @@
-"""tau while training: how far the draft's tree, and a chain of the same depth, would be accepted along the target's own
-answers.
+"""Estimates of tau while training: how far the draft's tree, and a chain of the same depth, would be accepted along the
+target's own answers.
 
 The answers are the target's greedy ones to calibration prompts, which the dump stored with their features. A tree of
 best candidates accepts the target's own tokens as far as it holds them, whatever verifies it; so the estimate counts,
 from true features where decoding has true ones and from the draft's own elsewhere, what decoding these prompts counts.
-`Decoder` decodes them, to show it.
+`Decoder` decodes them, to confirm the estimate.
 """
 
 from collections.abc import Callable
@@ -25,25 +25,28 @@ from pipeline.lm.states import States
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.cores import asked_threads, cores
 
-TREE, CHAIN, OF = "tree", "chain", "of "  # the last: before the name of one of the recipe's methods
+TREE, CHAIN = "tree", "chain"
+METHOD_PREFIX = "of "  # before the name of one of the recipe's methods
 
 
 def both(draft: TrainedDraft, tree: TreeConfig) -> dict[str, LoadedMethod]:
-    """The draft with its tree, and with the tree's chain."""
+    """Return the draft with its tree, and with the tree's chain."""
     return {
         TREE: LoadedMethod(draft, tree),
         CHAIN: LoadedMethod(draft, chain(tree.depth, tree.parallel, tree.candidates)),
     }
 
 
-def hybrids(recipe: Recipe, name: str, draft: TrainedDraft) -> dict[str, LoadedMethod]:
-    """The recipe's methods in which this draft has secondary sources."""
-    tokenizer, out = partial(load_tokenizer, recipe.target), {}
+def load_hybrids(recipe: Recipe, name: str, draft: TrainedDraft) -> dict[str, LoadedMethod]:
+    """Return the recipe's methods in which this draft has secondary sources."""
+    tokenizer, hybrids_by_name = partial(load_tokenizer, recipe.target), {}
     for key, method in recipe.methods.items():
         if method.draft == name and method.secondary:
-            others = {other: make_untrained(recipe.draft[other], draft.shapes, tokenizer) for other in method.secondary}
-            out[f"{OF}{key}"] = method.load({name: draft, **others})
-    return out
+            sources = {
+                source: make_untrained(recipe.draft[source], draft.shapes, tokenizer) for source in method.secondary
+            }
+            hybrids_by_name[f"{METHOD_PREFIX}{key}"] = method.load({name: draft, **sources})
+    return hybrids_by_name
 
 
 def estimate(
@@ -52,43 +55,45 @@ def estimate(
     answers: FeatureStore,
     rank: int,
     ranks: int,
-    counted_one: Callable[[], None] = lambda: None,
+    on_answer: Callable[[], None] = lambda: None,
 ) -> dict[str, Acceptance]:
-    """Counts of this rank's share of the answers, by method. The draft of them all holds whole weights. Calls
-    `counted_one` after each answer.
+    """Count the acceptance along this rank's share of the answers, by method. The draft, which all methods share, holds
+    complete weights. `on_answer` is called after each answer.
     """
-    out = {name: Acceptance() for name in methods}
+    counts = {name: Acceptance() for name in methods}
     for number in range(rank, len(answers), ranks):
         row = answers.row(number)
-        states, tokens = states_of(row, answers.spec).to(draft.device, draft.dtype), row.input_ids.tolist()
+        states, tokens = stored_states(row, answers.spec).to(draft.device, draft.dtype), row.input_ids.tolist()
         begin = int(row.loss_mask.argmax())
         for name, method in methods.items():
-            out[name].merge(counted(method, states, tokens, begin))
-        counted_one()
-    return out
+            counts[name].merge(counted(method, states, tokens, begin))
+        on_answer()
+    return counts
 
 
-def states_of(row: Row, spec: FeatureSpec) -> States:
-    """The stored states of a dialogue, as a forward of the target gives them."""
+def stored_states(row: Row, spec: FeatureSpec) -> States:
+    """Return the stored states of a dialogue, as a forward of the target returns them."""
     return States(row.hidden_TD, row.auxiliary_TKD, tuple(spec.auxiliary_numbers))
 
 
-def figures(found: dict[str, Acceptance]) -> dict[str, float]:
-    """What goes into metrics.jsonl: taus, and the acceptance at each depth given the depth before it."""
-    out = {"estimated_tau": found[TREE].tau, "estimated_chain_tau": found[CHAIN].tau}
-    for name, counts in found.items():
+def to_metrics(counts_by_method: dict[str, Acceptance]) -> dict[str, float]:
+    """Return the figures for metrics.jsonl: taus, and the acceptance at each depth given the depth before it."""
+    metrics = {"estimated_tau": counts_by_method[TREE].tau, "estimated_chain_tau": counts_by_method[CHAIN].tau}
+    for name, counts in counts_by_method.items():
         if name in (TREE, CHAIN):
-            out |= {f"{name}_acceptance_{depth}": rate for depth, rate in enumerate(counts.rate_by_depth(), start=1)}
+            metrics |= {
+                f"{name}_acceptance_{depth}": rate for depth, rate in enumerate(counts.rate_by_depth(), start=1)
+            }
         else:
-            out[f"estimated_tau_of_{name.removeprefix(OF)}"] = counts.tau
-    return out
+            metrics[f"estimated_tau_of_{name.removeprefix(METHOD_PREFIX)}"] = counts.tau
+    return metrics
 
 
 class Decoder:
-    """The target, loaded beside the training: decodes the calibration prompts as evaluation does."""
+    """The target, loaded next to the training: decodes the calibration prompts as evaluation does."""
 
     def __init__(self, recipe: Recipe, answers: FeatureStore, draft: TrainedDraft, tree: TreeConfig):
-        """`draft` is the one that trains: another is made beside it, with weights of its own in the target's dtype."""
+        """Load the target; make a copy of `draft`, which trains, with its own weights in the target's dtype."""
         self._target = Target(recipe.target, recipe.target.dtype)
         self._answers = answers
         self._sampling = Sampling(recipe.features.answer_tokens, frozenset(self._target.stop_ids()))
@@ -96,20 +101,20 @@ class Decoder:
         self._method, self._fingerprint = LoadedMethod(self._draft, tree), draft.embed_head.fingerprint
 
     def tau(self, weights: dict[str, torch.Tensor], quiet: bool) -> float:
-        """Of greedy decoding with the draft's tree and these weights, cast to the target's dtype. On a CPU with the
-        cores of the ranks that wait meanwhile, unless the user's OMP_NUM_THREADS says otherwise. `quiet`: no bar of its
-        own.
+        """Return tau of greedy decoding with the draft's tree and these weights, cast to the target's dtype. On a CPU
+        it uses the cores of the ranks that wait meanwhile, unless the user sets OMP_NUM_THREADS. `quiet`: show no
+        progress bar.
         """
         threads = torch.get_num_threads()
         torch.set_num_threads(asked_threads() or cores())
         try:
             self._draft.load_state_dict(weights)
             self._draft.bind(self._target.embed_head(self._fingerprint))
-            return self._decoded(quiet).tau
+            return self._decode_prompts(quiet).tau
         finally:
             torch.set_num_threads(threads)
 
-    def _decoded(self, quiet: bool) -> Acceptance:
+    def _decode_prompts(self, quiet: bool) -> Acceptance:
         counts = Acceptance()
         with Progress("decode", len(self._answers), "prompts", quiet=quiet) as progress:
             for number in range(len(self._answers)):

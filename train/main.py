@@ -1,4 +1,4 @@
-"""Trains the recipe's drafts on its shards, one after the other; with `train.together` in turns, a step of each.
+"""Train the recipe's drafts on its shards, one after the other; with `train.together` in turns, a step of each.
 
 deepspeed train/main.py RECIPE                                            (every accelerator of this machine)
 DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 train/main.py RECIPE    (two CPU ranks)
@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not this folder
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted import prints nothing
 
 import torch.distributed as dist
 
@@ -44,13 +44,14 @@ def main() -> None:
         publish(recipe.paths.run, "train")
     embed_head = load_embed_head(recipe.target)
     expected = readable_spec(recipe)
-    fetch(recipe, expected, folder=recipe.paths.shards)  # before the ranks meet: a node's wait for each other
+    # before the process group exists: ranks of a node wait for each other
+    fetch(recipe, expected, folder=recipe.paths.shards)
     start_distributed()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     features = cache(lambda: open_checked(recipe, expected))  # once, before the first draft that is to be trained
     names = [arguments.draft] if arguments.draft else recipe.to_train
-    for some in [names] if recipe.train.together else [[name] for name in names]:
-        for line in train(recipe, some, embed_head, features, rank, ranks):
+    for draft_names in [names] if recipe.train.together else [[name] for name in names]:
+        for line in train(recipe, draft_names, embed_head, features, rank, ranks):
             if rank == 0:
                 print(line)
     if recipe.features.keep == "window":

@@ -1,7 +1,7 @@
-"""The weights of another draft that a training begins with (`draft.NAME.start`).
+"""The weights of another draft that training starts from (`draft.NAME.start`).
 
-Guarantees: what of that draft and its target is recorded and differs here is refused unless the recipe allows it by
-name. Each row of a head of the draft's own stays with its token, whatever the draft's vocabulary is here.
+Guarantees: a recorded setting of that draft or its target that differs from the recipe's is refused, unless the recipe
+allows it by name. Each row of the draft's own head stays with its token, whatever the draft's vocabulary is.
 """
 
 import json
@@ -28,64 +28,65 @@ from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import ON_HUB
 from pipeline.recipe.untrusted import Trained, parse_untrusted
 
-OWN = ("vocab_size", "target_layers")  # of a draft's shapes: the target's of now
-APART = {*STARTS, "vocabulary"}  # its rows are moved
+TARGET_KEYS = ("vocab_size", "target_layers")  # shapes taken from the current target
+NOT_COMPARED = {*STARTS, "vocabulary"}  # the rows of the vocabulary are moved
 
 
 @dataclass
-class Start:
+class StartingDraft:
     draft: TrainedDraft
     facts: dict[str, Any]  # for checkpoint, provenance and card
 
     def __str__(self) -> str:
-        kept, tokens = self.facts["tokens_kept"], self.facts["tokens"]
-        return f"the weights of {self.facts['from']}, which has {kept:,} of its vocabulary's {tokens:,} tokens"
+        kept_tokens, tokens = self.facts["tokens_kept"], self.facts["tokens"]
+        return f"the weights of {self.facts['from']}, which has {kept_tokens:,} of its vocabulary's {tokens:,} tokens"
 
     def shapes(self, target: dict[str, Any]) -> dict[str, Any]:
-        """Those of a draft that goes on from it."""
-        own = {key: value for key, value in self.draft.shapes.items() if key != "known_tokens"}
-        return own | {key: target[key] for key in OWN}
+        """Return the shapes of a draft that starts from this one."""
+        start_shapes = {key: value for key, value in self.draft.shapes.items() if key != "known_tokens"}
+        return start_shapes | {key: target[key] for key in TARGET_KEYS}
 
     def vocabulary(self, size: int) -> Tensor | None:
-        """The start's, where that has so many tokens."""
+        """Return the start's vocabulary if it has `size` tokens, else None."""
         ids_U = self.draft.token_ids_U
         return ids_U if ids_U is not None and len(ids_U) == size else None
 
-    def give(self, draft: TrainedDraft) -> None:
-        """Gives its weights to `draft`, which is ready for step 0. A head's row whose token the start lacks stays.
+    def copy_weights_to(self, draft: TrainedDraft) -> None:
+        """Copy its weights to `draft`, which is ready for step 0. A head's row whose token the start lacks is
+        unchanged.
 
-        Raises PipelineError where they do not fit.
+        Raise PipelineError if they do not fit.
         """
-        weights, mine = self.draft.state_dict(), draft.state_dict()
-        here_U, there_U = _tokens(draft), _tokens(self.draft)
-        place_V = torch.full((max(draft.target_vocabulary, self.draft.target_vocabulary),), -1)
-        place_V[there_U] = torch.arange(len(there_U))
-        place_U = place_V[here_U]
-        kept_U = place_U >= 0
-        self.facts["tokens_kept"], self.facts["tokens"] = int(kept_U.sum()), len(here_U)
+        weights, draft_weights = self.draft.state_dict(), draft.state_dict()
+        draft_ids_U, start_ids_U = _target_ids(draft), _target_ids(self.draft)
+        start_row_V = torch.full((max(draft.target_vocabulary, self.draft.target_vocabulary),), -1)
+        start_row_V[start_ids_U] = torch.arange(len(start_ids_U))
+        start_row_U = start_row_V[draft_ids_U]
+        is_kept_U = start_row_U >= 0
+        self.facts["tokens_kept"], self.facts["tokens"] = int(is_kept_U.sum()), len(draft_ids_U)
         try:
-            if not torch.equal(here_U, there_U):
+            if not torch.equal(draft_ids_U, start_ids_U):
                 heads = {id(tensor) for head in draft.own_heads for tensor in head.parameters()}
                 for name in [name for name, tensor in draft.named_parameters() if id(tensor) in heads]:
-                    rows = mine[name].clone()
-                    rows[kept_U] = weights[name][place_U[kept_U]].to(rows.dtype)
+                    rows = draft_weights[name].clone()
+                    rows[is_kept_U] = weights[name][start_row_U[is_kept_U]].to(rows.dtype)
                     weights[name] = rows
                 weights.pop(IDS, None)
-                weights |= {IDS: here_U} if IDS in mine else {}
+                weights |= {IDS: draft_ids_U} if IDS in draft_weights else {}
             draft.load_state_dict(weights)
         except (KeyError, RuntimeError) as error:
             raise PipelineError(f"draft.{draft.name}.start does not fit: {' '.join(str(error).split())}") from None
 
 
-def _tokens(draft: TrainedDraft) -> Tensor:
-    """The target's id of each token of a draft's vocabulary."""
+def _target_ids(draft: TrainedDraft) -> Tensor:
+    """Return the target's id of each token of a draft's vocabulary."""
     return torch.arange(draft.target_vocabulary) if draft.token_ids_U is None else draft.token_ids_U
 
 
-def read_start(recipe: Recipe, name: str, embed_head: EmbeddingAndHead, spec: FeatureSpec) -> Start | None:
-    """What the recipe's draft `name` begins with; `spec`: of the features that it trains on.
+def read_start(recipe: Recipe, name: str, embed_head: EmbeddingAndHead, spec: FeatureSpec) -> StartingDraft | None:
+    """Return what the recipe's draft `name` starts from; `spec` is that of the features it trains on.
 
-    Raises PipelineError where there is no such draft, or where something of it differs that may not.
+    Raise PipelineError if there is no such draft, or if a setting of it differs that may not.
     """
     config, target = recipe.draft[name], shapes_of(load_config(recipe.target))
     if config.start is None:
@@ -95,44 +96,55 @@ def read_start(recipe: Recipe, name: str, embed_head: EmbeddingAndHead, spec: Fe
     facts = {"from": on_hub[1], "revision": on_hub[2]} if on_hub else {"from": folder.resolve().name}
     recorded: dict[str, str] = {}
     if is_ours(folder):
-        saved = checkpoint.read_config(folder)
-        draft = checkpoint.of_any_target(folder, saved)
-        facts |= {"sha256": saved.weights_sha256, "target": saved.target["model"]}
-        recorded = {"target": saved.target["fingerprint"]}
-        trained = parse_untrusted(Trained, saved.training, folder / checkpoint.CONFIG, "Begin with another").facts()
+        start_config = checkpoint.read_config(folder)
+        draft = checkpoint.of_any_target(folder, start_config)
+        facts |= {"sha256": start_config.weights_sha256, "target": start_config.target["model"]}
+        recorded = {"target": start_config.target["fingerprint"]}
+        trained = parse_untrusted(
+            Trained, start_config.training, folder / checkpoint.CONFIG, "Begin with another"
+        ).facts()
         recorded |= {key: trained[key] for key in ("template", "template_mark") if key in trained}
     else:
         draft, _, imported = converted(folder, recipe, name, embed_head, any_vocabulary=True)
         facts["sha256"] = imported["sha256"]
-    now = {"target": spec.target, "template": spec.template_settings, "template_mark": spec.template}
-    there = asdict(draft.config) | _shapes(draft.shapes, draft.needs) | recorded
-    here = asdict(config) | _shapes(target, config.needs(target["target_layers"])) | {key: now[key] for key in recorded}
-    return Start(draft, facts | {"differs": _require_allowed(name, facts, there, here, config.start_differs)})
+    current_settings = {"target": spec.target, "template": spec.template_settings, "template_mark": spec.template}
+    start_settings = asdict(draft.config) | _shapes(draft.shapes, draft.needs) | recorded
+    draft_settings = (
+        asdict(config)
+        | _shapes(target, config.needs(target["target_layers"]))
+        | {key: current_settings[key] for key in recorded}
+    )
+    return StartingDraft(
+        draft, facts | {"differs": _require_allowed(name, facts, start_settings, draft_settings, config.start_differs)}
+    )
 
 
-def _shapes(shapes: dict[str, Any], needs: Needs) -> dict[str, Any]:
-    """Of what a draft reads of its target; layers by their numbers."""
-    widths = {key: shapes[key] for key in ("hidden_size", "vocab_size")}
+def _shapes(all_shapes: dict[str, Any], needs: Needs) -> dict[str, Any]:
+    """Return the shapes of what a draft reads of its target, with layers by their numbers."""
+    widths = {key: all_shapes[key] for key in ("hidden_size", "vocab_size")}
     return widths | {"auxiliary_layers": list(needs.auxiliary)}
 
 
 def _require_allowed(
-    name: str, facts: dict[str, Any], there: dict[str, Any], here: dict[str, Any], allowed: list[str]
+    name: str, facts: dict[str, Any], start_settings: dict[str, Any], draft_settings: dict[str, Any], allowed: list[str]
 ) -> list[str]:
-    """The names of what differs. Raises PipelineError for those that are not allowed, and for an allowed name that
-    nothing has.
+    """Return the names of the settings that differ. Raise PipelineError for one that is not allowed, and for an allowed
+    name that no setting has.
     """
-    both = {key: (there.get(key), here.get(key)) for key in sorted({*there, *here} - APART)}
-    differ = {key: pair for key, pair in both.items() if pair[0] != pair[1]}
-    names = sorted({key.removesuffix("_mark") for key in differ})
-    known = sorted({key.removesuffix("_mark") for key in both} | {"target", "template"})
-    if odd := sorted(set(allowed) - set(known)):
-        raise PipelineError(f"draft.{name}.start_differs names {odd[0]!r}: expected any of {', '.join(known)}")
-    told = [key for key in differ if key.removesuffix("_mark") not in allowed]
-    if said := [f"{key} is {differ[key][0]!r} there and {differ[key][1]!r} here" for key in told]:
-        of = f", a draft of {facts['target']}" if "target" in facts else ""
+    pairs = {
+        key: (start_settings.get(key), draft_settings.get(key))
+        for key in sorted({*start_settings, *draft_settings} - NOT_COMPARED)
+    }
+    differing = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    names = sorted({key.removesuffix("_mark") for key in differing})
+    comparable = sorted({key.removesuffix("_mark") for key in pairs} | {"target", "template"})
+    if unknown := sorted(set(allowed) - set(comparable)):
+        raise PipelineError(f"draft.{name}.start_differs names {unknown[0]!r}: expected any of {', '.join(comparable)}")
+    refused = [key for key in differing if key.removesuffix("_mark") not in allowed]
+    if differences := [f"{key} is {differing[key][0]!r} there and {differing[key][1]!r} here" for key in refused]:
+        target_text = f", a draft of {facts['target']}" if "target" in facts else ""
         raise PipelineError(
-            f"draft.{name}.start, {facts['from']}{of}: {'; '.join(said)}. Set the draft's keys as it was trained; what "
-            f"is meant to differ, allow by name: draft.{name}.start_differs = {json.dumps(names)}"
+            f"draft.{name}.start, {facts['from']}{target_text}: {'; '.join(differences)}. Set the draft's keys as it "
+            f"was trained; what is meant to differ, allow by name: draft.{name}.start_differs = {json.dumps(names)}"
         )
     return names

@@ -1,6 +1,4 @@
-"""Where training says how it goes: metrics.jsonl is the truth, TensorBoard and one more tracker by choice are views of
-it.
-"""
+"""The metrics of a training: metrics.jsonl is the record; TensorBoard and one optional tracker are views of it."""
 
 import json
 import math
@@ -29,7 +27,7 @@ class Tracker:
 
 
 def _wandb(package: Any, name: str, run_id: str, config: dict, folder: Path) -> Tracker:
-    # Not what it would gather by itself: command lines with private paths, host, user, git remote, console.
+    # Switch off what it collects by itself: command lines with private paths, host, user, git remote, console.
     quiet = package.Settings(x_disable_meta=True, host="", disable_git=True, console="off", save_code=False)
     run = package.init(
         project=PROJECT, name=name, id=run_id, resume="allow", config=config, dir=str(folder), settings=quiet
@@ -45,9 +43,9 @@ def _trackio(package: Any, name: str, run_id: str, config: dict, folder: Path) -
 def _mlflow(package: Any, name: str, run_id: str, config: dict, folder: Path) -> Tracker:
     package.set_experiment(PROJECT)
     tag = "jakiro.id"
-    known = package.search_runs(filter_string=f"tags.`{tag}` = '{run_id}'", max_results=1, output_format="list")
-    if known:
-        package.start_run(run_id=known[0].info.run_id)
+    runs = package.search_runs(filter_string=f"tags.`{tag}` = '{run_id}'", max_results=1, output_format="list")
+    if runs:
+        package.start_run(run_id=runs[0].info.run_id)
     else:
         package.start_run(run_name=name, tags={tag: run_id, "mlflow.source.name": "train/main.py", "mlflow.user": ""})
         package.log_dict(config, "recipe.json")
@@ -61,8 +59,8 @@ TRACKERS = {"wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
 
 
 def require_tracker(recipe: Recipe) -> Any:
-    """The tracker's package, None without one. Raises PipelineError where it is missing: on every rank, before they
-    meet.
+    """Return the tracker's package, None without a tracker. Raise PipelineError if it is missing: on every rank, before
+    the first collective.
     """
     kind = recipe.train.tracker
     if kind is None:
@@ -74,8 +72,8 @@ def require_tracker(recipe: Recipe) -> Any:
 
 
 def open_tracker(recipe: Recipe, draft: str, folder: Path) -> Tracker | None:
-    """The recipe's tracker, through its own package and that package's own settings (WANDB_MODE, MLFLOW_TRACKING_URI,
-    ...). A resumed training goes on in the same run. Raises as `require_tracker`.
+    """Open the recipe's tracker, through its own package and that package's settings (WANDB_MODE, MLFLOW_TRACKING_URI,
+    ...). A resumed training continues the same run. Raise PipelineError as `require_tracker` does.
     """
     package = require_tracker(recipe)
     if package is None:
@@ -86,13 +84,13 @@ def open_tracker(recipe: Recipe, draft: str, folder: Path) -> Tracker | None:
 
 
 class Metrics:
-    """Of one draft, on rank 0. Lines beyond the resumed step are dropped."""
+    """The metrics of one draft, on rank 0. Lines after the resumed step are dropped."""
 
     def __init__(self, folder: Path, resumed: int, tracker: Tracker | None):
         self._path, self._tracker = folder / METRICS, tracker
         lines = self._path.read_text(errors="replace").splitlines() if self._path.exists() else []
-        kept = [line for line in lines if _step_of(line) <= resumed] if resumed else []
-        write_text(self._path, "".join(f"{line}\n" for line in kept))
+        kept_lines = [line for line in lines if _parse_step(line) <= resumed] if resumed else []
+        write_text(self._path, "".join(f"{line}\n" for line in kept_lines))
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed + 1)
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
@@ -108,14 +106,14 @@ class Metrics:
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        """Closes what watches, and says whether an error ended the training."""
+        """Close TensorBoard and the tracker; tell the tracker whether an error ended the training."""
         self._board.close()
         if self._tracker:
             self._tracker.close(kind is not None)
 
 
-def _step_of(line: str) -> float:
-    """Infinite for a line that was torn when the disk filled or the power went."""
+def _parse_step(line: str) -> float:
+    """Return the step of a line; infinity for a line that was cut short by a full disk or a power failure."""
     try:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError, RecursionError):

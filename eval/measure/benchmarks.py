@@ -1,8 +1,8 @@
 """The paper's six benchmarks, each from a data set of the Hugging Face Hub: source = "benchmark:NAME".
 
 Guarantees: the split's first rows in the split's order, the same every time; a row that does not fit is refused, never
-left out. The papers' files hold a selection of 80 that is not the first 80: for their very prompts give their file as
-`source`. The turns are worded as there, but for Alpaca: the papers' file leaves each instruction's `input` out.
+left out. The papers' files hold a selection of 80 that is not the first 80: for exactly their prompts give their file
+as `source`. The turns have the same words, except for Alpaca: the papers' file leaves each instruction's `input` out.
 """
 
 import difflib
@@ -26,7 +26,7 @@ class Benchmark:
     hub: str
     subset: str | None
     split: str
-    columns: tuple[str, ...]  # that to_prompt reads
+    columns: tuple[str, ...]  # the columns that to_prompt reads
     to_prompt: Callable[[dict[str, Any], int], dict]  # row, its index -> {question_id, category, turns}, or ValueError
 
 
@@ -45,7 +45,7 @@ def _mt_bench(row: dict[str, Any], index: int) -> dict:
 
 
 def _humaneval(row: dict[str, Any], index: int) -> dict:
-    # No line break between the two: so it is in the papers' file, in all of its 80 prompts.
+    # No line break between the two, as in all 80 prompts of the papers' file.
     turn = f"Complete the code I provided.{_text(row, 'prompt')}"
     return {"question_id": _text(row, "task_id"), "category": "code", "turns": [turn]}
 
@@ -87,43 +87,44 @@ BENCHMARKS = {
 }
 
 
-def find(name: str, source: str) -> Benchmark:
-    """Of a source "benchmark:NAME". Raises PipelineError with the nearest name there is."""
-    known = source.removeprefix(PREFIX)
-    if known not in BENCHMARKS:
-        near = difflib.get_close_matches(known.lower(), BENCHMARKS, n=1, cutoff=0)[0]
+def find_benchmark(name: str, source: str) -> Benchmark:
+    """Return the benchmark of a source "benchmark:NAME". Raise PipelineError with the nearest known name."""
+    benchmark_name = source.removeprefix(PREFIX)
+    if benchmark_name not in BENCHMARKS:
+        nearest = difflib.get_close_matches(benchmark_name.lower(), BENCHMARKS, n=1, cutoff=0)[0]
         raise PipelineError(
-            f"benchmark {name}: source={source!r} is not known; did you mean {PREFIX + near!r}? "
+            f"benchmark {name}: source={source!r} is not known; did you mean {PREFIX + nearest!r}? "
             f"There are {', '.join(BENCHMARKS)}"
         )
-    return BENCHMARKS[known]
+    return BENCHMARKS[benchmark_name]
 
 
-def place(benchmark: Benchmark, config: BenchmarkConfig) -> dict[str, Any]:
-    """Arguments of load_dataset: the Hub's data set, or what `path` names. A local copy may lie in a subset's folder.
+def dataset_arguments(benchmark: Benchmark, config: BenchmarkConfig) -> dict[str, Any]:
+    """Return the arguments of load_dataset: for the Hub's data set, or for `path`. A local copy may lie in a subset's
+    folder.
 
-    Raises ValueError for a file of unknown form; what the Hub raises for a revision that it has not.
+    Raise ValueError for a file of unknown form, and the Hub's error for a revision that it does not have.
     """
     split, path = benchmark.split, config.path or benchmark.hub
     local = Path(path)
     if config.path and local.exists():
         if local.is_dir():
-            inner = local / (benchmark.subset or "")
-            return {"path": str(inner if inner.is_dir() else local), "split": split}
+            subfolder = local / (benchmark.subset or "")
+            return {"path": str(subfolder if subfolder.is_dir() else local), "split": split}
         if local.suffix not in FORMATS:
             raise ValueError(f"its name ends in {local.suffix!r}")
         return {"path": FORMATS[local.suffix], "data_files": {split: path}, "split": split}
     path, _, pinned = path.partition("@")
     revision, subset = pinned or None, benchmark.subset
-    if revision:  # with the Hub out of reach, load_dataset would take a copy of any revision from its cache
+    if revision:  # if the Hub cannot be reached, load_dataset would take a copy of any revision from its cache
         dataset_info(path, revision=revision)
     if path != benchmark.hub and subset and subset not in get_dataset_config_names(path, revision=revision):
-        subset = None  # another data set may hold nothing else
+        subset = None  # another data set may have no subsets
     return {"path": path, "name": subset, "split": split, "revision": revision}
 
 
-def item(benchmark: Benchmark, row: dict[str, Any], index: int) -> dict:
-    """The row in the papers' form. Raises ValueError when it does not fit."""
+def convert_row(benchmark: Benchmark, row: dict[str, Any], index: int) -> dict:
+    """Return the row in the papers' form. Raise ValueError if it does not fit."""
     missing = [column for column in benchmark.columns if column not in row]
     if missing:
         raise ValueError(f"no column {', '.join(missing)}")

@@ -41,7 +41,7 @@ class Attempts:
         self._failures: Counter[tuple[str, str, float]] = Counter()
 
     def retry(self, task: EvalTask, failure: WorkerFailure) -> EvalTask:
-        """Return the task. Raise PipelineError where it is not to be tried again."""
+        """Return the task. Raise PipelineError if it is not to be tried again."""
         if failure.exception is not None and not isinstance(failure.exception, OUT_OF_MEMORY):
             raise PipelineError(f"{task.title}: {failure.reason}")
         self._failures[task.name] += 1
@@ -54,7 +54,7 @@ class Attempts:
         return task
 
 
-def crew_of(recipe: Recipe, tasks: int) -> Crew:
+def make_crew(recipe: Recipe, tasks: int) -> Crew:
     config = recipe.eval
     return Crew(
         section="eval",
@@ -63,11 +63,11 @@ def crew_of(recipe: Recipe, tasks: int) -> Crew:
         gpus=config.gpus_per_worker,
         device=recipe.target.device,
         hang_seconds=recipe.features.hang_seconds,
-        all_at_once=True,  # how many share a machine is part of what is measured
+        all_at_once=True,  # the number of workers on a machine is part of the measurement
     )
 
 
 def decode(recipe: Recipe, methods: dict[str, Method], tasks: list[EvalTask]) -> Iterator[tuple[EvalTask, Outcome]]:
-    """(task, outcome) as they are finished, in any order."""
+    """Yield (task, outcome) as they are finished, in any order."""
     make = partial(EvalWorker, partial(make_harness, recipe, methods))
-    return Pool(crew_of(recipe, len(tasks)), make, Attempts().retry).results(iter(tasks))
+    return Pool(make_crew(recipe, len(tasks)), make, Attempts().retry).results(iter(tasks))

@@ -1,10 +1,10 @@
-"""The losslessness gate: are a draft's answers plain decoding's, and where they part, did nothing but rounding part
-them?
+"""The losslessness gate: checks that a draft's answers equal plain decoding's, and that only rounding made them differ
+where they do.
 
-Rounding is what plain decoding does to itself: the same row's logits from its cached forwards of one token each and
-from one uncached forward differ. So far (`DRIFT` times) a tree's forward may differ as well, and no further; and two
-answers may part only where the choice between their two tokens was as close as that. At temperature 0 in float32 on a
-CPU nothing is forgiven. (A GPU may take TF32, and splits sums by how many tokens are verified: there plain decoding's
+Rounding is measured on plain decoding itself: a row's logits from its cached forwards of one token each differ from
+those of one uncached forward. A tree's forward may differ by up to `MAX_DRIFT_RATIO` times as much; and two answers may
+diverge only where the choice between their two tokens was as close as that. At temperature 0 in float32 on a CPU no
+difference is allowed. (A GPU may take TF32, and splits sums by how many tokens are verified: there plain decoding's
 drift decides in float32 as well.)
 """
 
@@ -24,11 +24,11 @@ from pipeline.decoding.tree import Tree, build_tree
 from pipeline.lm.model import Target
 from pipeline.lm.verifier import rounding
 
-UNLIKELY = 1e-4  # p-value below which drawn answers are not plain decoding's
-# a tree's logits may differ from the uncached forward's by so many times plain decoding's own largest difference
-DRIFT = 2.0
-LOOKED_AT = 2  # rounds of each prompt and method: at T > 0, in half precision always
-ROWS = 32  # of plain decoding's answer, on which its own drift is measured: more than the rounds looked at have
+MIN_P_VALUE = 1e-4  # p-value below which drawn answers are not plain decoding's
+# a tree's logits may differ from the uncached forward's by this many times plain decoding's own largest difference
+MAX_DRIFT_RATIO = 2.0
+EXAMINED_ROUNDS = 2  # rounds of each prompt and method: at T > 0, in half precision always
+DRIFT_ROWS = 32  # of plain decoding's answer, on which its own drift is measured: more than the examined rounds have
 
 
 @dataclass
@@ -41,21 +41,21 @@ class Gate:
     )
     checked: int = 0  # prompts (each turn is one), however often decoded
     identical: int = 0  # prompts whose answers equal plain decoding's, token for token
-    near_ties: int = 0  # prompts whose answers part where rounding decides
-    rounds: int = 0  # of those looked at
-    largest_drift: float = 0.0  # of a tree's forward from the uncached one, over the rounds looked at
+    near_ties: int = 0  # prompts whose answers diverge where rounding decides
+    rounds: int = 0  # examined rounds
+    largest_drift: float = 0.0  # of a tree's forward from the uncached one, over the examined rounds
     plain_drift: float = 0.0  # of plain decoding's own cached forwards from the uncached one, over the same answers
     places: list[float] = field(
         default_factory=list
     )  # drawn: where each emitted token lies in plain decoding's distribution
 
     @classmethod
-    def of(cls, method: LoadedMethod, temperature: float) -> "Gate":
+    def for_method(cls, method: LoadedMethod, temperature: float) -> "Gate":
         return cls(temperature, drawn=temperature > 0 and method.tree.siblings != "best")
 
     @property
     def fit(self) -> float:
-        """p-value of the emitted tokens' places being uniform, as they are when plain decoding emits them
+        """The p-value of the emitted tokens' places being uniform, as they are when plain decoding emits them
         (Kolmogorov-Smirnov).
         """
         return float(kstest(self.places, "uniform").pvalue) if self.places else 0.0
@@ -67,26 +67,26 @@ class Gate:
 
     @property
     def passed(self) -> bool:
-        if not self.checked or not self.drift_ratio <= DRIFT:
+        if not self.checked or not self.drift_ratio <= MAX_DRIFT_RATIO:
             return False
         if self.drawn:
-            return self.rounds > 0 and self.fit >= UNLIKELY
+            return self.rounds > 0 and self.fit >= MIN_P_VALUE
         return self.identical + self.near_ties == self.checked and (self.rounds > 0 or self.temperature == 0)
 
-    def merge(self, other: "Gate") -> None:
+    def merge(self, second: "Gate") -> None:
         for name in ("checked", "identical", "near_ties", "rounds", "places"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+            setattr(self, name, getattr(self, name) + getattr(second, name))
         for name in ("largest_drift", "plain_drift"):
-            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+            setattr(self, name, max(getattr(self, name), getattr(second, name)))
 
 
 class Gatekeeper:
-    """Compares answers, and looks closely at rounds and at places where answers part; nothing of it is timed."""
+    """The judge of answers: compares them, and examines rounds and places of divergence; nothing of it is timed."""
 
     def __init__(self, target: Target, methods: dict[str, LoadedMethod]):
         self._target, self._methods = target, methods
         self._rows = lru_cache(maxsize=4)(self._measure_rows)  # of one answer for all methods
-        self._continued = lru_cache(maxsize=1)(self._continue)
+        self._cached_continuation = lru_cache(maxsize=1)(self._continue)
 
     def compare(
         self,
@@ -96,86 +96,88 @@ class Gatekeeper:
         answers: list[tuple[Sampling, list[int], list[int]]],
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """One prompt's answers of plain decoding and of the draft, one pair a repeat; `on_progress` is called
-        after each that differs.
+        """Compare one prompt's answers of plain decoding and of the draft, one pair a repeat; `on_progress` is called
+        after each pair that differs.
         """
         gate.checked += 1
-        differing = [(sampling, expected, got) for sampling, expected, got in answers if expected != got]
+        different = [(sampling, expected, got) for sampling, expected, got in answers if expected != got]
         if gate.drawn:
             for sampling, _, got in answers:
-                gate.places += self._places(ids, sampling, got)
-        if not differing:
+                gate.places += self._token_places(ids, sampling, got)
+        if not different:
             gate.identical += 1
-        elif not gate.drawn and all(on_progress() or self._rounding_decides(method, ids, *pair) for pair in differing):
+        elif not gate.drawn and all(on_progress() or self._rounding_decides(method, ids, *pair) for pair in different):
             gate.near_ties += 1
 
-    def _places(self, ids: list[int], sampling: Sampling, answer: list[int]) -> list[float]:
-        """Each token's place in plain decoding's distribution at its position, likeliest tokens first: the mass before
-        it and a random part of its own. Uniform and independent when the answer is drawn from that distribution.
+    def _token_places(self, ids: list[int], sampling: Sampling, answer: list[int]) -> list[float]:
+        """Return each token's place in plain decoding's distribution at its position, likeliest tokens first: the mass
+        before it and a random part of its own. Uniform and independent when the answer is drawn from that distribution.
         """
         chain = build_tree(ids[-1], answer[:-1], list(range(len(answer) - 1)), self._target.device)
-        logits_TV = self._uncached([*ids, *answer[:-1]], len(answer))
+        logits_TV = self._uncached_logits([*ids, *answer[:-1]], len(answer))
         p_TV = sampling.probabilities(logits_TV, sampling.before(ids, [], chain, logits_TV.device)).double().cpu()
-        own_T = p_TV.gather(1, torch.tensor(answer)[:, None])
-        before_T = (p_TV * (p_TV > own_T)).sum(-1)
+        token_T = p_TV.gather(1, torch.tensor(answer)[:, None])
+        before_T = (p_TV * (p_TV > token_T)).sum(-1)
         part_T = torch.rand(len(answer), generator=torch.Generator().manual_seed(sampling.seed), dtype=torch.float64)
-        return (before_T + part_T * own_T[:, 0]).clamp(0, 1).tolist()
+        return (before_T + part_T * token_T[:, 0]).clamp(0, 1).tolist()
 
-    # -- where answers part --------------------------------------------------------------------------------------
+    # -- where answers diverge -----------------------------------------------------------------------------------
 
     def _rounding_decides(
         self, method: str, ids: list[int], sampling: Sampling, expected: list[int], got: list[int]
     ) -> bool:
-        """Whether rounding alone parts the answers: the draft's round chose as plain decoding chooses, from logits that
-        drift no further than plain decoding's, and plain decoding's own choice between the two tokens was as close as
-        its drift. At temperature 0 in fp32 on a CPU nothing is forgiven.
+        """Return whether rounding alone makes the answers diverge: the draft's round chose as plain decoding chooses,
+        from logits that drift no further than plain decoding's, and plain decoding's own choice between the two tokens
+        was as close as its drift. At temperature 0 in fp32 on a CPU no difference is allowed.
         """
         if sampling.temperature == 0 and rounding(self._target.dtype, self._target.device) == 0:
             return False
         if len(expected) != len(got) and expected[: len(got)] == got[: len(expected)]:
-            return False  # one only goes on longer: no rounding can cause that
+            return False  # one answer is a prefix of the other: no rounding can cause that
         place = next(n for n, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b)
-        logits_V = self._logits_of(method, ids, sampling, got, place)
+        logits_V = self._logits_by_decoding_again(method, ids, sampling, got, place)
         if logits_V is None:
             return False
-        end = max(place + 1, min(ROWS, len(expected)))
-        rows = self._rows(tuple(ids), tuple(expected[:end]), max(end - ROWS, 0))
+        end = max(place + 1, min(DRIFT_ROWS, len(expected)))
+        rows = self._rows(tuple(ids), tuple(expected[:end]), max(end - DRIFT_ROWS, 0))
         before = sampling.before([*ids, *expected[:place]], [], None, logits_V.device)
         chosen = int(sampling.choose(logits_V[None], before, Sampler(sampling.seed), [place])[0])
         drift = (logits_V.float() - rows.uncached_TV[place - rows.first]).abs().max().item()
-        if chosen != got[place] or not drift <= DRIFT * rows.drift:
+        if chosen != got[place] or not drift <= MAX_DRIFT_RATIO * rows.drift:
             return False
-        return self._was_close(rows, before, logits_V, sampling, (place, expected[place], got[place]))
+        return self._is_near_tie(rows, before, logits_V, sampling, (place, expected[place], got[place]))
 
-    def _was_close(
+    def _is_near_tie(
         self, rows: "_Rows", before: Tensor | None, logits_V: Tensor, sampling: Sampling, parting: tuple[int, int, int]
     ) -> bool:
-        """Whether plain decoding's choice between the two tokens, in log-odds, was closer than its own drift of these
-        log-odds. Where rounding changes which tokens top-k or top-p leave, the two choices were not between the same
-        tokens, and this does not apply.
+        """Return whether plain decoding's choice between the two tokens, in log-odds, was closer than its own drift of
+        these log-odds. If rounding changes which tokens top-k or top-p leave, the two choices were not between the same
+        tokens, and the answer is True.
         """
         place, *tokens = parting
         cached_TV, uncached_TV = (sampling.scaled(x) for x in (rows.cached_TV, rows.uncached_TV))
-        mine_1V = sampling.processed(rows.cached_TV[place - rows.first][None], before)
-        if not torch.equal(mine_1V.isfinite(), sampling.processed(logits_V[None], before).isfinite()):
+        plain_1V = sampling.processed(rows.cached_TV[place - rows.first][None], before)
+        if not torch.equal(plain_1V.isfinite(), sampling.processed(logits_V[None], before).isfinite()):
             return True
         if sampling.temperature == 0:
-            odds_T, others_T = (x[:, tokens[0]] - x[:, tokens[1]] for x in (cached_TV, uncached_TV))
-            margin = (mine_1V[0, tokens[0]] - mine_1V[0, tokens[1]]).abs().item()
+            cached_odds_T, uncached_odds_T = (x[:, tokens[0]] - x[:, tokens[1]] for x in (cached_TV, uncached_TV))
+            margin = (plain_1V[0, tokens[0]] - plain_1V[0, tokens[1]]).abs().item()
         else:
-            odds_T, others_T = (log_odds(x, *tokens)[0] for x in (cached_TV, uncached_TV))
-            mine, halving = log_odds(mine_1V, *tokens)
+            cached_odds_T, uncached_odds_T = (log_odds(x, *tokens)[0] for x in (cached_TV, uncached_TV))
+            plain_odds, halving = log_odds(plain_1V, *tokens)
             number = Sampler(sampling.seed).numbers(place)[halving]
-            margin = (mine[0].cpu() - torch.logit(number)).abs().item()
-        return margin <= DRIFT * max((odds_T - others_T).abs().max().item(), rows.floor / (sampling.temperature or 1))
+            margin = (plain_odds[0].cpu() - torch.logit(number)).abs().item()
+        return margin <= MAX_DRIFT_RATIO * max(
+            (cached_odds_T - uncached_odds_T).abs().max().item(), rows.floor / (sampling.temperature or 1)
+        )
 
-    def _logits_of(
+    def _logits_by_decoding_again(
         self, method: str, ids: list[int], sampling: Sampling, answer: list[int], place: int
     ) -> Tensor | None:
-        """The logits that the answer's token at `place` was chosen from, by decoding it again; None when it comes out
-        otherwise.
+        """Return the logits that the answer's token at `place` was chosen from, by decoding it again; None if decoding
+        gives another answer.
         """
-        found: list[Tensor] = []
+        found_logits: list[Tensor] = []
 
         def observe(tokens: list[int], tree: Tree, logits_NV: Tensor) -> None:
             begin = len(tokens) - len(ids)
@@ -186,73 +188,83 @@ class Gatekeeper:
                 node = next((child for child in children[node] if tree.tokens[child] == token), None)
                 if node is None:
                     return
-            found.append(logits_NV[node].clone())
+            found_logits.append(logits_NV[node].clone())
 
         speculative(self._target, self._methods[method], ids, sampling, observe)
-        return found[-1] if found else None
+        return found_logits[-1] if found_logits else None
 
     # -- rounds --------------------------------------------------------------------------------------------------
 
-    def look_at_rounds(
+    def examine_rounds(
         self,
         gate: Gate,
         method: str,
         ids: list[int],
         sampling: Sampling,
-        plainly: list[int],
-        begun: Prefilled | None,
+        plain_answer: list[int],
+        prefilled: Prefilled | None,
     ) -> None:
-        """The answer's first rounds: how far the tree forward's logits are from an uncached forward's after the same
-        tokens, how far plain decoding's are along its own answer (and on behind its end, so that `ROWS` rows tell).
-        `plainly`: plain decoding's answer; `begun`: the prompt's own forward, where there is one.
+        """Measure drift in the answer's first rounds: of the tree forward's logits from an uncached forward's after the
+        same tokens, and of plain decoding's along its own answer (continued after its end up to `DRIFT_ROWS` rows).
+        `plain_answer` is plain decoding's answer; `prefilled` the prompt's prefill, if there is one.
         """
-        until = gate.rounds + LOOKED_AT
-        answer = plainly if len(plainly) >= ROWS else self._continued(tuple(ids), sampling)
-        rows = self._rows(tuple(ids), tuple(answer[:ROWS]), 0)
+        last_round = gate.rounds + EXAMINED_ROUNDS
+        answer = plain_answer if len(plain_answer) >= DRIFT_ROWS else self._cached_continuation(tuple(ids), sampling)
+        rows = self._rows(tuple(ids), tuple(answer[:DRIFT_ROWS]), 0)
         gate.plain_drift = max(gate.plain_drift, rows.drift)
 
         def observe(tokens: list[int], tree: Tree, logits_NV: Tensor) -> None:
-            if gate.rounds < until:
-                self._examine(gate, tokens, tree, logits_NV)
+            if gate.rounds < last_round:
+                self._examine_round(gate, tokens, tree, logits_NV)
 
-        def enough(new: list[int]) -> int | None:
-            return len(new) if gate.rounds >= until else None
+        def stop_when_examined(new: list[int]) -> int | None:
+            return len(new) if gate.rounds >= last_round else None
 
-        few = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, 8 * LOOKED_AT))
-        speculative(self._target, self._methods[method], ids, few, observe, prefilled=begun, on_tokens=enough)
+        short_sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, 8 * EXAMINED_ROUNDS))
+        speculative(
+            self._target,
+            self._methods[method],
+            ids,
+            short_sampling,
+            observe,
+            prefilled=prefilled,
+            on_tokens=stop_when_examined,
+        )
 
-    def _examine(self, gate: Gate, tokens: list[int], tree: Tree, logits_NV: Tensor) -> None:
-        """One round of the gate. A figure that is not a number fails it."""
+    def _examine_round(self, gate: Gate, tokens: list[int], tree: Tree, logits_NV: Tensor) -> None:
+        """Measure the drift of one round. A figure that is not a number fails the gate."""
         gate.rounds += 1
         path = tree.longest_path()
-        plainly = self._uncached([*tokens, *(tree.tokens[node] for node in path[1:])], len(path))
-        gate.largest_drift = max(gate.largest_drift, _finite((logits_NV[path].float() - plainly).abs().max().item()))
+        uncached_TV = self._uncached_logits([*tokens, *(tree.tokens[node] for node in path[1:])], len(path))
+        gate.largest_drift = max(
+            gate.largest_drift, _finite((logits_NV[path].float() - uncached_TV).abs().max().item())
+        )
 
     # -- plain decoding's own forwards -----------------------------------------------------------------------------
 
     def _continue(self, ids: tuple[int, ...], sampling: Sampling) -> list[int]:
-        """Plain decoding's first `ROWS` tokens, whatever would stop it."""
-        count = min(ROWS, self._target.positions - len(ids))
+        """Return plain decoding's first `DRIFT_ROWS` tokens, without stop tokens."""
+        count = min(DRIFT_ROWS, self._target.positions - len(ids))
         return plain(self._target, list(ids), replace(sampling, max_new_tokens=count, stop_ids=frozenset())).tokens
 
     def _measure_rows(self, ids: tuple[int, ...], answer: tuple[int, ...], first: int) -> "_Rows":
-        """The rows that the answer's tokens from `first` on were chosen from."""
+        """Compute the rows that the answer's tokens from `first` on were chosen from."""
         tokens = [*ids, *answer[:-1]]
-        cached_TV = self._cached(list(ids), list(answer[:-1]), first)
-        return _Rows(cached_TV, self._uncached(tokens, len(cached_TV)), first, torch.finfo(self._target.dtype).eps)
+        cached_TV = self._cached_logits(list(ids), list(answer[:-1]), first)
+        return _Rows(
+            cached_TV, self._uncached_logits(tokens, len(cached_TV)), first, torch.finfo(self._target.dtype).eps
+        )
 
     @torch.inference_mode()
-    def _uncached(self, tokens: list[int], last: int) -> Tensor:
-        """The target's logits (fp32) after each of the `last` tokens, from one causal forward without a cache before
-        it.
-        """
+    def _uncached_logits(self, tokens: list[int], last: int) -> Tensor:
+        """Return the target's logits (fp32) after each of the `last` tokens, by one causal forward without a cache."""
         hidden_TD = self._target.capture(torch.tensor([tokens]))[0]
         return self._target.head(hidden_TD[-last:]).float()
 
     @torch.inference_mode()
-    def _cached(self, ids: list[int], answer: list[int], first: int) -> Tensor:
-        """The logits (fp32) after the prompt and after each token of the answer, from the `first` one on, by plain
-        decoding's forwards.
+    def _cached_logits(self, ids: list[int], answer: list[int], first: int) -> Tensor:
+        """Return the logits (fp32) after the prompt and after each token of the answer, from the `first` one on, by
+        plain decoding's forwards.
         """
         target, rows = self._target, []
         cache = target.new_cache(len(ids) + len(answer) + 1)
@@ -265,16 +277,16 @@ class Gatekeeper:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The same rows of plain decoding twice: by its own forwards, and by an uncached one."""
+    """The same rows of plain decoding computed twice: by its own forwards, and by an uncached one."""
 
     cached_TV: Tensor
     uncached_TV: Tensor
-    first: int  # the first one's place in the answer
+    first: int  # place of the first row in the answer
     eps: float  # of the dtype that they were computed in
 
     @property
     def floor(self) -> float:
-        """One rounding of the largest logit: what two forwards that happen to agree may still differ by."""
+        """One rounding of the largest logit: the difference that two forwards that agree by chance may still have."""
         return self.eps * self.cached_TV.abs().max().item()
 
     @property

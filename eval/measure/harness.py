@@ -1,4 +1,4 @@
-"""Decodes every prompt with every method, interleaved in one process, and checks that nothing was lost.
+"""Decode every prompt with every method, interleaved in one process, and check that decoding is lossless.
 
 A method is plain decoding, or a draft with a tree. A task is one prompt at one temperature: each of its turns is
 decoded several times by all methods in turn, with the same random numbers; a later turn continues one fixed history,
@@ -48,7 +48,7 @@ class EvalTask:
 
 @dataclass(frozen=True)
 class Record:
-    """One generation and where it belongs."""
+    """One generation and its place: benchmark, question, turn, temperature, method and repeat."""
 
     benchmark: str
     question_id: str
@@ -60,7 +60,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Answered:
+class DecodedPrompt:
     """The target's own answer to one of a task's prompts."""
 
     task: EvalTask
@@ -70,11 +70,11 @@ class Answered:
 
 @dataclass
 class Outcome:
-    """What a task gave."""
+    """The result of one task."""
 
     records: list[Record]
     gates: dict[str, Gate]  # by method
-    left_out: bool = False  # the prompt leaves the target no room to answer
+    left_out: bool = False  # the prompt leaves the target no room for an answer
     hardware: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -88,21 +88,21 @@ class Outcome:
 class Harness:
     def __init__(self, recipe: Recipe, target: Target, methods: dict[str, LoadedMethod]):
         self._recipe, self._config, self.target, self.methods = recipe, recipe.eval, target, methods
-        self._warm = set()
-        self._prefilled: dict[bool, Prefilled] = {}  # whether it is plain decoding's: the last prompt's
-        self.with_histories = cache(self._with_histories)
+        self._warm_shapes = set()
+        self._prefilled: dict[bool, Prefilled] = {}  # by whether it is plain decoding's; of the last prompt
+        self.encode_turns = cache(self._encode_turns)
         filled = f", single rows filled up to {target.filled}" if target.filled > 1 else ""
         self._hardware = hardware(recipe.target.device) + filled
         self._gatekeeper = Gatekeeper(target, methods)
 
     def decode(self, task: EvalTask, on_progress: Callable[[], None] = lambda: None) -> Outcome:
-        """All of a task's answers, and what the gate says of them; `on_progress` is called after each answer, also of
-        a warm-up.
+        """Decode all of a task's answers, and check them by the gate; `on_progress` is called after each answer, also
+        of a warm-up.
         """
-        encoded = self.with_histories(task.prompt)
+        encoded = self.encode_turns(task.prompt)
         if encoded is None:
             return Outcome([], {}, left_out=True, hardware=self._hardware)
-        gates = {name: Gate.of(method, task.temperature) for name, method in self.methods.items()}
+        gates = {name: Gate.for_method(method, task.temperature) for name, method in self.methods.items()}
         outcome = Outcome([], gates, hardware=self._hardware)
         for turn, ids in enumerate(encoded):
             self._warm_up(ids, on_progress)
@@ -118,73 +118,74 @@ class Harness:
         return Sampling(config.max_new_tokens, stops, temperature, config.top_k, config.top_p, seed=seed)
 
     def sampling_of(self, task: EvalTask, turn: int, repeat: int) -> Sampling:
-        """The same for every method."""
+        """Return the sampling of a task's turn and repeat, the same for every method."""
         return self.sampling(task.temperature, f"{task.benchmark} {task.prompt.question_id} {turn} {repeat}")
 
-    def answered(self, tasks: list[EvalTask]) -> list[Answered]:
-        """The target's own answers that `decode` compares with, of two tokens and more, in the tasks' order."""
-        found: list[Answered] = []
+    def decode_plainly(self, tasks: list[EvalTask]) -> list[DecodedPrompt]:
+        """Return the target's own answers that `decode` compares with, of two tokens and more, in the tasks' order."""
+        answers: list[DecodedPrompt] = []
         with Progress("answers of the target", len(tasks), "prompts") as progress:
             for task in tasks:
-                found += self._plain_answers(task)
+                answers += self._plain_answers(task)
                 progress.advance(1)
-        return found
+        return answers
 
-    def _plain_answers(self, task: EvalTask) -> Iterator[Answered]:
-        """Of each turn and repeat."""
-        for turn, ids in enumerate(self.with_histories(task.prompt) or []):
+    def _plain_answers(self, task: EvalTask) -> Iterator[DecodedPrompt]:
+        """Yield the target's own answer to each turn and repeat."""
+        for turn, ids in enumerate(self.encode_turns(task.prompt) or []):
             answer: list[int] = []
             for repeat in range(self._config.repeats):
-                if task.temperature > 0 or not repeat:  # greedy ones do not differ
+                if task.temperature > 0 or not repeat:  # greedy answers do not differ
                     answer = plain(self.target, ids, self.sampling_of(task, turn, repeat)).tokens
-                if len(answer) > 1:  # the first token is the prompt's pass: none is left to draft
-                    yield Answered(task, ids, answer)
+                if len(answer) > 1:  # the first token is that of the prefill: none is left to draft
+                    yield DecodedPrompt(task, ids, answer)
 
     def states(self, tokens: list[int], drafts: Iterable[Draft]) -> States:
-        """What all of these drafts want of the target along a text."""
+        """Return the target's states along a text that all of these drafts need."""
         return self.target.states(tokens, [layer for draft in drafts for layer in draft.needs.auxiliary])
 
-    def _one(self, method: str, ids: list[int], sampling: Sampling) -> Generation:
-        begun = self._begun(ids, method == PLAIN)
+    def _generate(self, method: str, ids: list[int], sampling: Sampling) -> Generation:
+        prefilled = self._prefill(ids, method == PLAIN)
         if method == PLAIN:
-            return plain(self.target, ids, sampling, begun)
-        return speculative(self.target, self.methods[method], ids, sampling, prefilled=begun)
+            return plain(self.target, ids, sampling, prefilled)
+        return speculative(self.target, self.methods[method], ids, sampling, prefilled=prefilled)
 
-    def _begun(self, ids: list[int], plainly: bool) -> Prefilled | None:
-        """The prompt's own forward, made once for all drafts' answers, and once for plain decoding's: no draft's round
-        writes into the cache that its answers are compared with. A compiled target's cache has each method's own shape.
+    def _prefill(self, ids: list[int], is_plain: bool) -> Prefilled | None:
+        """Return the prefill of a prompt, computed once for all drafts' answers, and once for plain decoding's: no
+        draft's round writes into the cache of the answers that it is compared with. None for a compiled target, whose
+        caches have another shape for each method.
         """
         if self.target.compiled:
             return None
-        found = self._prefilled.get(plainly)
-        if found is None or found.prompt != ids:
-            self._prefilled.pop(plainly, None)
-            wanted = {layer for method in self.methods.values() for layer in method.draft.needs.auxiliary}
+        prefilled = self._prefilled.get(is_plain)
+        if prefilled is None or prefilled.prompt != ids:
+            self._prefilled.pop(is_plain, None)
+            layers = {layer for method in self.methods.values() for layer in method.draft.needs.auxiliary}
             room = self._config.max_new_tokens + max(method.room(False) for method in self.methods.values())
-            found = self._prefilled[plainly] = prefill(self.target, ids, room, tuple(sorted(wanted)))
-        return found
+            prefilled = self._prefilled[is_plain] = prefill(self.target, ids, room, tuple(sorted(layers)))
+        return prefilled
 
     def _warm_up(self, ids: list[int], on_progress: Callable[[], None]) -> None:
-        """Before the first answer; of a compiled target before the first of each shape, so that no answer pays for
-        compiling.
+        """Decode once before the first answer; with a compiled target before the first answer of each shape, so that no
+        answer includes compilation.
         """
         spare = self._config.max_new_tokens
         sizes = [spare, *(spare + method.room(True) for method in self.methods.values())]
         shape = tuple(fixed_capacity(len(ids) + size) for size in sizes) if self.target.compiled else ()
-        if shape in self._warm:
+        if shape in self._warm_shapes:
             return
-        self._warm.add(shape)
+        self._warm_shapes.add(shape)
         for method in (PLAIN, *self.methods):
-            self._one(method, ids, self.sampling(0.0, "warm-up"))
+            self._generate(method, ids, self.sampling(0.0, "warm-up"))
             on_progress()
 
-    def _with_histories(self, prompt: Prompt) -> list[list[int]] | None:
-        """Token ids of each turn's prompt, earlier turns answered by plain greedy decoding; None when one is too
-        long.
+    def _encode_turns(self, prompt: Prompt) -> list[list[int]] | None:
+        """Return the token ids of each turn's prompt, earlier turns answered by plain greedy decoding; None if one is
+        too long.
         """
-        spare = max(method.room(self.target.compiled) for method in self.methods.values())
-        room = self.target.positions - self._config.max_new_tokens - spare
-        messages, encoded = prompt.asked(), []
+        tree_room = max(method.room(self.target.compiled) for method in self.methods.values())
+        room = self.target.positions - self._config.max_new_tokens - tree_room
+        messages, encoded = prompt.messages(), []
         for place, turn in enumerate(prompt.turns):
             messages.append({"role": "user", "content": turn})
             encoded.append(prompt_ids(self.target.tokenizer, messages))
@@ -202,28 +203,30 @@ class Harness:
         repeats: list[tuple[Sampling, dict[str, list[int]]]] = []
         shift = zlib.crc32(f"{place}".encode())  # each turn and each repeat starts with another method
         for repeat in range(self._config.repeats):
-            sampling, found = self.sampling_of(task, turn, repeat), {}
+            sampling, generations = self.sampling_of(task, turn, repeat), {}
             for number in range(len(methods)):
                 method = methods[(shift + number + repeat) % len(methods)]
-                found[method] = self._one(method, ids, sampling)
+                generations[method] = self._generate(method, ids, sampling)
                 on_progress()
-            outcome.records += [Record(*place, method, repeat, found[method]) for method in methods]
-            repeats.append((sampling, {method: one.tokens for method, one in found.items()}))
+            outcome.records += [Record(*place, method, repeat, generations[method]) for method in methods]
+            repeats.append((sampling, {method: generation.tokens for method, generation in generations.items()}))
         for method, gate in outcome.gates.items():
             pairs = [(sampling, answers[PLAIN], answers[method]) for sampling, answers in repeats]
             self._gatekeeper.compare(gate, method, ids, pairs, on_progress)
             # Greedily in fp32 on a CPU, an answer is its own proof.
             if task.temperature > 0 or rounding(self.target.dtype, self.target.device):
                 sampling, answers = repeats[0]
-                begun = self._begun(ids, False)
-                self._gatekeeper.look_at_rounds(gate, method, ids, sampling, answers[PLAIN], begun)
+                prefilled = self._prefill(ids, False)
+                self._gatekeeper.examine_rounds(gate, method, ids, sampling, answers[PLAIN], prefilled)
             on_progress()
 
 
 def pooled(
     outcomes: Iterable[tuple[str, Outcome]],
 ) -> tuple[list[Record], dict[tuple[str, str, float], Gate], dict[str, int]]:
-    """All records; the gates by (benchmark, method, temperature); by benchmark the tasks that were left out."""
+    """Return all records; the gates by (benchmark, method, temperature); by benchmark the number of tasks that were
+    left out.
+    """
     records: list[Record] = []
     gates: dict[tuple[str, str, float], Gate] = {}
     left_out: dict[str, int] = {}
@@ -231,8 +234,8 @@ def pooled(
         records += outcome.records
         left_out[benchmark] = left_out.get(benchmark, 0) + outcome.left_out
         for method, gate in outcome.gates.items():
-            found = gates.setdefault((benchmark, method, gate.temperature), Gate(gate.temperature, gate.drawn))
-            found.merge(gate)
+            pooled_gate = gates.setdefault((benchmark, method, gate.temperature), Gate(gate.temperature, gate.drawn))
+            pooled_gate.merge(gate)
     answered = {record.benchmark for record in records}
     for benchmark, count in left_out.items():
         if benchmark not in answered:

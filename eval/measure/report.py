@@ -1,9 +1,8 @@
-"""Raw records -> pooled figures with intervals -> rows, and the tables that show them. Ratios are formed here, once.
+"""Raw records -> pooled figures with intervals -> rows, and the tables that show them. Ratios are computed here, once.
 
 Definitions, repeated in every report: tau is `pipeline.decoding.accept.Acceptance.tau`, pooled over all answers.
 Speed-up is plain decoding's seconds per token over the draft's, pooled over the same prompts and repeats of the same
-process. Intervals are 95% bootstrap intervals over prompts. No speed figure is given where the losslessness gate
-failed.
+process. Intervals are 95% bootstrap intervals over prompts. No speed figure is given if the losslessness gate failed.
 """
 
 import math
@@ -16,9 +15,9 @@ from typing import Any
 import numpy as np
 from scipy.stats import bootstrap
 
-from eval.measure.gate import DRIFT, UNLIKELY, Gate
+from eval.measure.gate import MAX_DRIFT_RATIO, MIN_P_VALUE, Gate
 from eval.measure.harness import PLAIN, Record
-from eval.measure.tasks import Job
+from eval.measure.tasks import EvalJob
 from pipeline.artifacts.reports import Row
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.accept import Acceptance, legacy_tau
@@ -27,18 +26,18 @@ from pipeline.lm.chat import pieces_of
 from pipeline.recipe.sections import BenchmarkConfig
 from pipeline.running import markdown
 
-USUAL = ("tau", "speedup")
-NOISE = " noise"  # behind a speed-up that proves nothing
-DEPTH = "accepted at depth "  # and the depth: a figure's name
-Figures = dict[str, dict[str, Any]]  # by figure, what its row holds of it
+MAIN_FIGURES = ("tau", "speedup")
+NOISE = " noise"  # after a speed-up that proves nothing
+DEPTH = "accepted at depth "  # a figure's name, before the depth
+Figures = dict[str, dict[str, Any]]  # by figure, the fields of its row
 Place = tuple[str, float, str]  # benchmark, temperature, method
 
 
-def interval(statistic, *samples: np.ndarray) -> list[float] | None:
-    """95% bootstrap interval of a statistic of paired per-prompt samples; None for fewer than two prompts."""
+def bootstrap_interval(statistic, *samples: np.ndarray) -> list[float] | None:
+    """Return the 95% bootstrap interval of a statistic of paired per-prompt samples; None for less than two prompts."""
     if len(samples[0]) < 2:
         return None
-    found = bootstrap(
+    bounds = bootstrap(
         samples,
         statistic,
         paired=True,
@@ -47,14 +46,14 @@ def interval(statistic, *samples: np.ndarray) -> list[float] | None:
         method="percentile",
         rng=np.random.default_rng(0),
     ).confidence_interval
-    return [round(float(found.low), 4), round(float(found.high), 4)]
+    return [round(float(bounds.low), 4), round(float(bounds.high), 4)]
 
 
 def rows(
     records: list[Record], gates: dict[tuple[str, str, float], Gate], origins: dict[str, dict[str, Any]]
 ) -> list[Row]:
-    """The figures of each benchmark, temperature and method; `origins` by method. tau has its counts by prompt, and
-    with them a digest of plain decoding's answers, by which others know that they may be compared.
+    """Return the figures of each benchmark, temperature and method; `origins` by method. tau has its counts by prompt,
+    and with them a digest of plain decoding's answers, which shows whether two runs may be compared.
     """
     grouped: dict[tuple, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
@@ -62,68 +61,72 @@ def rows(
     out = []
     for (benchmark, temperature), by_method in grouped.items():
         baseline = by_method.pop(PLAIN)
-        circling = {_place(r) for r in baseline if repeats_itself(r.generation.tokens)}
+        repeating = {_answer_key(r) for r in baseline if repeats_itself(r.generation.tokens)}
         answers = {
-            question: digest([r.generation.tokens for r in answered if r.repeat == 0])
-            for question, answered in _per_prompt(baseline).items()
+            question: digest_answers([r.generation.tokens for r in answer_records if r.repeat == 0])
+            for question, answer_records in _group_by_prompt(baseline).items()
         }
         for method, drafted in by_method.items():
             gate = gates[benchmark, method, temperature]
-            figures = _figures(drafted, baseline, gate)
-            figures |= _without(circling, drafted, baseline, gate)
+            figures = _compute_figures(drafted, baseline, gate)
+            figures |= _figures_without_repetition(repeating, drafted, baseline, gate)
             figures["tau"] |= {"answers": {question: answers[question] for question in figures["tau"]["counts"]}}
-            figures["tau"]["details"]["answers_in_circles"] = sum(_place(r) in circling for r in drafted)
-            where = {"benchmark": benchmark, "temperature": temperature, "origin": origins[method]}
-            out += [Row("decoded", method, figure, **found, **where) for figure, found in figures.items()]
+            figures["tau"]["details"]["answers_in_circles"] = sum(_answer_key(r) in repeating for r in drafted)
+            place = {"benchmark": benchmark, "temperature": temperature, "origin": origins[method]}
+            out += [Row("decoded", method, figure, **fields, **place) for figure, fields in figures.items()]
     return out
 
 
-def digest(answers: list[list[int]]) -> str:
-    """Of the target's own answers to a prompt's turns."""
+def digest_answers(answers: list[list[int]]) -> str:
+    """Return a digest of the target's own answers to a prompt's turns."""
     return f"{zlib.crc32(repr(answers).encode()):08x}"
 
 
-def _place(record: Record) -> tuple[str, int, int]:
+def _answer_key(record: Record) -> tuple[str, int, int]:
     return record.question_id, record.turn, record.repeat
 
 
-def _without(circling: set, drafted: list[Record], baseline: list[Record], gate: Gate) -> Figures:
-    """The figures without the answers that run in circles, where copying is easy; none where all do, or none does."""
-    kept, plain_kept = ([r for r in records if _place(r) not in circling] for records in (drafted, baseline))
-    if len(kept) == len(drafted) or not any(r.generation.acceptance.passes for r in kept):
+def _figures_without_repetition(repeating: set, drafted: list[Record], baseline: list[Record], gate: Gate) -> Figures:
+    """Return the figures without the answers that repeat themselves, which are easy to draft; empty if all do, or none
+    does.
+    """
+    kept_records, plain_records = (
+        [r for r in records if _answer_key(r) not in repeating] for records in (drafted, baseline)
+    )
+    if len(kept_records) == len(drafted) or not any(r.generation.acceptance.passes for r in kept_records):
         return {}
-    found = _figures(kept, plain_kept, gate)
-    return {f"{key} without circles": {k: found[key].get(k) for k in ("value", "interval")} for key in USUAL}
+    figures = _compute_figures(kept_records, plain_records, gate)
+    return {f"{key} without circles": {k: figures[key].get(k) for k in ("value", "interval")} for key in MAIN_FIGURES}
 
 
-def _per_prompt(records: list[Record]) -> dict[str, list[Record]]:
+def _group_by_prompt(records: list[Record]) -> dict[str, list[Record]]:
     grouped: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         grouped[record.question_id].append(record)
     return grouped
 
 
-def _number(value: float) -> float | None:
-    """None for what JSON has no number for."""
+def _finite_or_none(value: float) -> float | None:
+    """Return the value, None if it is not finite, since JSON cannot hold it."""
     return value if math.isfinite(value) else None
 
 
-def _turns(records: list[Record]) -> list[list[tuple[int, int]]]:
-    """By prompt and repeat, each turn's uncut tokens and passes: a repeat of a prompt is to the released scripts
-    another prompt.
+def _count_turns(records: list[Record]) -> list[list[tuple[int, int]]]:
+    """Return, for each prompt and repeat, each turn's untrimmed tokens and passes: the released scripts count a repeat
+    of a prompt as another prompt.
     """
     grouped: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
     for record in records:
-        found = record.generation
-        grouped[record.question_id, record.repeat].append((found.untrimmed_tokens, found.acceptance.passes))
+        generation = record.generation
+        grouped[record.question_id, record.repeat].append((generation.untrimmed_tokens, generation.acceptance.passes))
     return list(grouped.values())
 
 
-def _sum(records: list[Record], what) -> float:
-    return sum(what(record.generation) for record in records)
+def _sum_generations(records: list[Record], value_of) -> float:
+    return sum(value_of(record.generation) for record in records)
 
 
-def _figures(drafted: list[Record], baseline: list[Record], gate: Gate) -> Figures:
+def _compute_figures(drafted: list[Record], baseline: list[Record], gate: Gate) -> Figures:
     pooled = Acceptance()
     for record in drafted:
         pooled.merge(record.generation.acceptance)
@@ -132,17 +135,20 @@ def _figures(drafted: list[Record], baseline: list[Record], gate: Gate) -> Figur
             f"benchmark {drafted[0].benchmark}: no answer is longer than one token, so there is no pass to measure: "
             "raise eval.max_new_tokens, or look at what the target answers"
         )
-    prompts = _per_prompt(drafted)
+    prompts = _group_by_prompt(drafted)
     counts = {
-        question: [_sum(r, lambda g: g.acceptance.tokens), _sum(r, lambda g: g.acceptance.passes)]
+        question: [
+            _sum_generations(r, lambda g: g.acceptance.tokens),
+            _sum_generations(r, lambda g: g.acceptance.passes),
+        ]
         for question, r in prompts.items()
     }
     emitted, passes = np.array([pair for pair in counts.values() if pair[1]], float).T
-    forwards = _sum(drafted, lambda g: g.draft_forwards) / pooled.passes
+    forwards = _sum_generations(drafted, lambda g: g.draft_forwards) / pooled.passes
     figures: Figures = {
         "tau": {
             "value": round(pooled.tau, 4),
-            "interval": interval(lambda n, d, axis: n.sum(axis) / d.sum(axis), emitted, passes),
+            "interval": bootstrap_interval(lambda n, d, axis: n.sum(axis) / d.sum(axis), emitted, passes),
             "counts": counts,
             "details": {
                 "prompts": len(prompts),
@@ -154,31 +160,31 @@ def _figures(drafted: list[Record], baseline: list[Record], gate: Gate) -> Figur
         "speedup": {"value": None},
         "draft_forwards_per_pass": {"value": round(forwards, 4)},
     }
-    if (legacy := _number(round(legacy_tau(_turns(drafted)), 4))) is not None:
+    if (legacy := _finite_or_none(round(legacy_tau(_count_turns(drafted)), 4))) is not None:
         figures["tau_legacy"] = {"value": legacy}
     for depth, rate in enumerate(pooled.rate_by_depth(), start=1):
         figures[f"{DEPTH}{depth}"] = {"value": round(rate, 4)}
-    proof = {key: _number(value) for key, value in asdict(gate).items() if key != "places"}
-    proof |= {"fit": gate.fit if gate.drawn else None, "drift_ratio": _number(gate.drift_ratio)}
+    proof = {key: _finite_or_none(value) for key, value in asdict(gate).items() if key != "places"}
+    proof |= {"fit": gate.fit if gate.drawn else None, "drift_ratio": _finite_or_none(gate.drift_ratio)}
     figures["lossless"] = {"value": int(gate.passed), "details": proof}
-    return figures | (_speed(prompts, _per_prompt(baseline)) if gate.passed else {})
+    return figures | (_compute_speed(prompts, _group_by_prompt(baseline)) if gate.passed else {})
 
 
-def _speed(prompts: dict[str, list[Record]], plain_prompts: dict[str, list[Record]]) -> Figures:
-    def per_prompt(groups: dict[str, list[Record]], what) -> np.ndarray:
-        return np.array([_sum(groups[key], what) for key in prompts], float)
+def _compute_speed(prompts: dict[str, list[Record]], plain_prompts: dict[str, list[Record]]) -> Figures:
+    def per_prompt(groups: dict[str, list[Record]], value_of) -> np.ndarray:
+        return np.array([_sum_generations(groups[key], value_of) for key in prompts], float)
 
     def ratio(a, b, c, d, axis=0):
         return (a.sum(axis) / b.sum(axis)) / (c.sum(axis) / d.sum(axis))
 
     plain_s, plain_n, spec_s, spec_n = (
-        per_prompt(groups, what) for groups in (plain_prompts, prompts) for what in (_seconds, _tokens)
+        per_prompt(groups, value_of) for groups in (plain_prompts, prompts) for value_of in (_seconds, _tokens)
     )
-    longer = (plain_n > 0) & (spec_n > 0)  # a resample of answers of one token only would have no ratio
+    has_tokens = (plain_n > 0) & (spec_n > 0)  # a bootstrap sample of one-token answers only would have no ratio
     return {
         "speedup": {
             "value": round(float(ratio(plain_s, plain_n, spec_s, spec_n)), 4),
-            "interval": interval(ratio, *(x[longer] for x in (plain_s, plain_n, spec_s, spec_n))),
+            "interval": bootstrap_interval(ratio, *(x[has_tokens] for x in (plain_s, plain_n, spec_s, spec_n))),
         },
         "plain_ms_per_token": {"value": round(1e3 * plain_s.sum() / plain_n.sum(), 3)},
         "ms_per_token": {"value": round(1e3 * spec_s.sum() / spec_n.sum(), 3)},
@@ -190,15 +196,15 @@ def _seconds(generation) -> float:
 
 
 def _tokens(generation) -> int:
-    """Tokens that the seconds paid for: the first one is the prompt's own forward's."""
+    """Return the number of tokens that the seconds were spent on: the first token is that of the prefill."""
     return len(generation.tokens) - 1
 
 
-def samples(job: Job, records: Iterable[Record], tokenizer: Any) -> list[dict[str, Any]]:
-    """Answers of the released draft's methods to the first prompt of each public benchmark, at the lowest temperature.
-    Held-out dialogues and a user's own prompts are nobody else's business.
+def select_samples(job: EvalJob, records: Iterable[Record], tokenizer: Any) -> list[dict[str, Any]]:
+    """Return the answers of the released draft's methods to the first prompt of each public benchmark, at the lowest
+    temperature. Held-out dialogues and a user's own prompts are never shown.
     """
-    recipe, out = job.recipe, []
+    recipe, samples = job.recipe, []
     public = [name for name, benchmark in recipe.eval.benchmarks.items() if _is_public(benchmark)]
     first = {name: next(task.prompt for task in job.tasks if task.benchmark == name) for name in public}
     for record in records:
@@ -208,14 +214,14 @@ def samples(job: Job, records: Iterable[Record], tokenizer: Any) -> list[dict[st
         place = (record.question_id, record.turn, record.repeat, record.temperature)
         if place == (prompt.question_id, 0, 0, min(recipe.eval.temperatures)):
             pieces = zip(pieces_of(tokenizer, answer.tokens), answer.depths, strict=True)
-            what = {"benchmark": record.benchmark, "temperature": record.temperature, "method": record.method}
+            place_facts = {"benchmark": record.benchmark, "temperature": record.temperature, "method": record.method}
             counts = {"passes": answer.acceptance.passes, "tau": answer.acceptance.tau if len(answer.tokens) > 1 else 1}
-            out.append(what | counts | {"question": prompt.turns[0], "pieces": list(map(list, pieces))})
-    return out
+            samples.append(place_facts | counts | {"question": prompt.turns[0], "pieces": list(map(list, pieces))})
+    return samples
 
 
 def _is_public(benchmark: BenchmarkConfig) -> bool:
-    """Whether its prompts are published already."""
+    """Return whether the benchmark's prompts are already public."""
     return benchmark.source.startswith(("embedded:", "benchmark:")) and benchmark.path is None
 
 
@@ -223,27 +229,29 @@ def _is_public(benchmark: BenchmarkConfig) -> bool:
 
 
 def by_place(rows: Iterable[Row], first: Sequence[str] = ()) -> dict[Place, dict[str, Row]]:
-    """The rows of each benchmark, temperature and method by figure; of each benchmark and temperature with the methods
-    of `first` before all others.
+    """Group rows by benchmark, temperature and method, each with its rows by figure; in each benchmark and temperature
+    the methods of `first` come before all others.
     """
-    found: dict[Place, dict[str, Row]] = {}
+    grouped: dict[Place, dict[str, Row]] = {}
     for row in rows:
-        found.setdefault((row.benchmark, row.temperature or 0.0, row.method), {})[row.figure] = row
-    places = list(dict.fromkeys(place[:2] for place in found))
+        grouped.setdefault((row.benchmark, row.temperature or 0.0, row.method), {})[row.figure] = row
+    places = list(dict.fromkeys(place[:2] for place in grouped))
     order = {method: number for number, method in enumerate(first)}
-    return dict(sorted(found.items(), key=lambda one: (places.index(one[0][:2]), order.get(one[0][2], len(order)))))
+    return dict(
+        sorted(grouped.items(), key=lambda item: (places.index(item[0][:2]), order.get(item[0][2], len(order))))
+    )
 
 
-def lossless(rows: Iterable[Row]) -> bool:
+def is_lossless(rows: Iterable[Row]) -> bool:
     return all(row.value for row in rows if row.figure == "lossless")
 
 
-def said(figure: str, value: float | None, interval: list[float] | None = None) -> str:
-    """One figure as a table shows it."""
+def format_figure(figure: str, value: float | None, interval: list[float] | None = None) -> str:
+    """Return one figure as a table shows it."""
     if value is None:
         return "withheld"
-    digits, unit = ".2f" if figure.startswith(USUAL) else ",.6g", "x" if figure.startswith("speedup") else ""
-    return f"{value:{digits}}" + (f" [{interval[0]:{digits}}, {interval[1]:{digits}}]" if interval else "") + unit
+    digits, suffix = ".2f" if figure.startswith(MAIN_FIGURES) else ",.6g", "x" if figure.startswith("speedup") else ""
+    return f"{value:{digits}}" + (f" [{interval[0]:{digits}}, {interval[1]:{digits}}]" if interval else "") + suffix
 
 
 def is_noise(speedup: Row, tau: Row | None) -> bool:
@@ -261,32 +269,34 @@ def has_noise(places: Iterable[dict[str, Row]]) -> bool:
     return any(is_noise(figures["speedup"], figures["tau"]) for figures in places)
 
 
-def usual_said(found: dict[str, Row]) -> list[str]:
-    """tau and speed-up, with their intervals; a speed-up that is noise says so."""
-    tau, speedup = (said(figure, found[figure].value, found[figure].interval) for figure in USUAL)
-    return [tau, speedup + NOISE * is_noise(found["speedup"], found["tau"])]
+def format_tau_and_speedup(figures: dict[str, Row]) -> list[str]:
+    """Return tau and speed-up with their intervals; a speed-up that is noise is marked."""
+    tau, speedup = (format_figure(figure, figures[figure].value, figures[figure].interval) for figure in MAIN_FIGURES)
+    return [tau, speedup + NOISE * is_noise(figures["speedup"], figures["tau"])]
 
 
-def rates(found: dict[str, Row]) -> list[float]:
-    """Accepted at each depth, given the one before."""
-    return [row.value or 0.0 for figure, row in found.items() if figure.startswith(DEPTH)]
+def acceptance_rates(figures: dict[str, Row]) -> list[float]:
+    """Return the acceptance rate at each depth, given the depth before."""
+    return [row.value or 0.0 for figure, row in figures.items() if figure.startswith(DEPTH)]
 
 
-def cells(place: Place, figures: dict[str, Row]) -> dict[str, Any]:
-    """What tables show of one measurement, by column."""
+def format_cells(place: Place, figures: dict[str, Row]) -> dict[str, Any]:
+    """Return the cells of one measurement in tables, by column."""
     lossless, counts, legacy = figures["lossless"], figures["tau"].details, figures.get("tau_legacy")
-    gate, (tau, speedup) = lossless.details, usual_said(figures)
+    gate, (tau, speedup) = lossless.details, format_tau_and_speedup(figures)
     identical = f"{gate['identical']} of {gate['checked']} identical"
     near_ties = f", {gate['near_ties']} near ties" if gate["near_ties"] else ""
     proof = (f"fit p = {gate['fit']:.2g}" if gate["drawn"] else identical) + near_ties
     if gate["rounds"]:
         ratio = "not finite" if gate["drift_ratio"] is None else f"{gate['drift_ratio']:.1f} of plain's"
         proof += f", drift {ratio} in {gate['rounds']} rounds"
-    circles = f"{counts['answers_in_circles']} of {counts['answers']}"
-    if rest := figures.get("tau without circles"):
-        speed = figures["speedup without circles"]
-        circles += f"; tau {rest.value:.2f}"
-        circles += f", {speed.value:.2f}x{NOISE * is_noise(speed, rest)}" if speed.value else ""
+    repeating = f"{counts['answers_in_circles']} of {counts['answers']}"
+    if rest_tau := figures.get("tau without circles"):
+        rest_speedup = figures["speedup without circles"]
+        repeating += f"; tau {rest_tau.value:.2f}"
+        repeating += (
+            f", {rest_speedup.value:.2f}x{NOISE * is_noise(rest_speedup, rest_tau)}" if rest_speedup.value else ""
+        )
     times = [f"{figures[key].value:.1f}" for key in ("ms_per_token", "plain_ms_per_token") if key in figures]
     return {
         "benchmark": place[0],
@@ -295,44 +305,44 @@ def cells(place: Place, figures: dict[str, Row]) -> dict[str, Any]:
         "prompts": counts["prompts"],
         "tau": tau,
         "speed-up": speedup,
-        "accepted at depth 1, 2, ...": ", ".join(f"{rate:.2f}" for rate in rates(figures)),
+        "accepted at depth 1, 2, ...": ", ".join(f"{rate:.2f}" for rate in acceptance_rates(figures)),
         "ms/token, plain": ", ".join(times) or "withheld",
         "tau, legacy count": f"{legacy.value:.2f}" if legacy else "-",
-        "answers in circles; without them": circles,
+        "answers in circles; without them": repeating,
         "passed": "yes" if lossless.value else "NO",
         "lossless": ("as the gate allows" if gate["drawn"] else identical) + near_ties if lossless.value else "NO",
         "proof": proof if lossless.value else f"NO: {proof}",
     }
 
 
-def _lines(places: dict[Place, dict[str, Row]], columns: list[str]) -> list[list[Any]]:
-    shown = [cells(place, figures) for place, figures in places.items()]
+def _format_lines(places: dict[Place, dict[str, Row]], columns: list[str]) -> list[list[Any]]:
+    shown = [format_cells(place, figures) for place, figures in places.items()]
     return [[line[column] for column in columns] for line in shown]
 
 
-def headline(places: dict[Place, dict[str, Row]]) -> str:
-    """Markdown: a release's figures, a line per benchmark, temperature and method."""
+def format_headline(places: dict[Place, dict[str, Row]]) -> str:
+    """Return a Markdown table of a release's figures, a line per benchmark, temperature and method."""
     heads = ["benchmark", "T", "method", "tau", "speed-up", "accepted at depth 1, 2, ...", "lossless"]
-    return markdown.table(heads, _lines(places, heads))
+    return markdown.table(heads, _format_lines(places, heads))
 
 
-def summary(rows: list[Row]) -> str:
-    """Return the table that a terminal shows: the figures of each method, without how they were proven."""
+def format_summary(rows: list[Row]) -> str:
+    """Return the table for a terminal: the figures of each method, without the proof of losslessness."""
     columns = ["benchmark", "T", "method", "tau", "speed-up", "passed"]
     heads = [*columns[:3], "tau (95%)", "speed-up (95%)", "lossless"]
-    return markdown.narrow_table(heads, _lines(by_place(rows), columns))
+    return markdown.narrow_table(heads, _format_lines(by_place(rows), columns))
 
 
-def table(rows: list[Row]) -> str:
-    """Markdown; one line per benchmark, temperature and method, with how losslessness was proven."""
-    circles = any(row.details["answers_in_circles"] for row in rows if row.figure == "tau")
-    last = ["tau, legacy count", *["answers in circles; without them"] * circles]
+def format_table(rows: list[Row]) -> str:
+    """Return a Markdown table with one line per benchmark, temperature and method, and the proof of losslessness."""
+    has_repeating = any(row.details["answers_in_circles"] for row in rows if row.figure == "tau")
+    last = ["tau, legacy count", *["answers in circles; without them"] * has_repeating]
     columns = ["benchmark", "T", "method", "prompts", "tau", "speed-up", "ms/token, plain", "proof", *last]
     heads = [*columns[:4], "tau (95%)", "speed-up (95%)", "ms/token, plain", "lossless", *last]
-    return markdown.table(heads, _lines(by_place(rows), columns))
+    return markdown.table(heads, _format_lines(by_place(rows), columns))
 
 
-def explain() -> str:
+def explain_figures() -> str:
     return (
         "tau = tokens emitted by verification passes / verification passes, pooled over all answers; tokens after the "
         "stop token are not counted and the first token of an answer, which the prompt's forward gives, belongs to no "
@@ -346,11 +356,12 @@ def explain() -> str:
         "prompts, above T = 0 with the same random numbers. Drift is the largest difference between logits of the "
         "tree's forward, in real rounds, and those of an uncached forward after the same tokens, over the largest one "
         "of plain decoding's own forwards along the same answers (allowed: "
-        f"{DRIFT:g}). Near ties are answers that part although the draft's round chose as plain decoding chooses, "
+        f"{MAX_DRIFT_RATIO:g}). "
+        "Near ties are answers that part although the draft's round chose as plain decoding chooses, "
         "from logits that drift no further than that, where plain decoding's choice between the two tokens was as "
         "close as its own drift of their odds. Trees of drawn candidates have plain decoding's distribution, not its "
         "tokens: fit is the p-value of the emitted tokens' places "
-        f"in plain decoding's distribution being uniform (at least {UNLIKELY:g}). "
+        f"in plain decoding's distribution being uniform (at least {MIN_P_VALUE:g}). "
         "An answer runs in circles when three in four of its last tokens are those one period before: easy to draft. "
         "The legacy count is that of the released scripts of this line of papers, given for comparison with their "
         "tables only: the mean over prompts of (new tokens of all turns) / (sum over turns of passes - 1), where new "

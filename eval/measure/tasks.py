@@ -1,8 +1,8 @@
-"""Which tasks a run has, which of them are finished, and doing the rest: here, or in Ray actors (fleet.py).
+"""The tasks of a run, the record of finished ones, and decoding the rest: in this process, or in Ray actors (fleet.py).
 
 Guarantees: a finished task is one whole line of records.jsonl and is never decoded again under the same settings,
-weights and code; a torn last line is dropped, a damaged one is dropped and told, lines of other settings do not count;
-what is missing is done, or the command ends with an error.
+weights and code; a torn last line is dropped, a damaged one is dropped with a warning, lines of other settings do not
+count; missing tasks are decoded, or the command ends with an error.
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,59 +32,59 @@ from pipeline.recipe.identity import differences, digest, run_hash
 from pipeline.recipe.recipe import Recipe
 
 RECORDS = "records.jsonl"
-# The recipe's keys of what a tuned tree depends on (`tuned_for`).
-KEYS = {"temperatures": "eval.temperatures", "processing": "eval.(top_k, top_p)"}
-KEYS |= {"kernels": "eval.(dtype, pack_linears, compile)", "settings": "draft", "method": "eval.methods"}
-Digests = dict[str, str | None]  # by draft (`digests_of`)
+# The recipe's keys that a tuned tree depends on (`tuning_conditions`).
+RECIPE_KEYS = {"temperatures": "eval.temperatures", "processing": "eval.(top_k, top_p)"}
+RECIPE_KEYS |= {"kernels": "eval.(dtype, pack_linears, compile)", "settings": "draft", "method": "eval.methods"}
+Digests = dict[str, str | None]  # by draft (`digest_drafts`)
 
 
-def digests_of(recipe: Recipe) -> Digests:
-    """By draft the SHA-256 of its weights, which are in its folder now; of somebody's model its fingerprint; of what
-    copies from a corpus that one's; None where there is nothing but settings. Published drafts are fetched first.
+def digest_drafts(recipe: Recipe) -> Digests:
+    """Return by draft the SHA-256 of the weights in its folder; the fingerprint of a third-party model; the digest of a
+    corpus that the draft copies from; None for a draft that has only settings. Published drafts are fetched first.
 
-    Raises PipelineError where a draft is missing, or was trained under other settings.
+    Raise PipelineError if a draft is missing, or was trained under other settings.
     """
     fetch(recipe)
-    found: Digests = {name: next(iter(corpora_of([config])), None) for name, config in recipe.draft.items()}
-    found |= {name: checkpoint.require_trained_under(recipe, name).weights_sha256 for name in recipe.trained}
-    return found | {name: fingerprint(asked) for name, asked in recipe.small_models.items()}
+    digests: Digests = {name: next(iter(corpora_of([config])), None) for name, config in recipe.draft.items()}
+    digests |= {name: checkpoint.require_trained_under(recipe, name).weights_sha256 for name in recipe.trained}
+    return digests | {name: fingerprint(small_model) for name, small_model in recipe.small_models.items()}
 
 
-def methods_of(recipe: Recipe, tuned_alone: bool = False, digests: Digests | None = None) -> dict[str, Method]:
-    """The recipe's, and each with what eval/tune.py chose, if that is another: beside it, or in its place if
-    `tuned_alone`.
-    `digests`: of the recipe's drafts, if they are known.
+def load_methods(recipe: Recipe, tuned_alone: bool = False, digests: Digests | None = None) -> dict[str, Method]:
+    """Return the recipe's methods, and for each the tree that eval/tune.py chose, if that is another one: next to it,
+    or in its place if `tuned_alone`. `digests` are those of the recipe's drafts, if they are already computed.
 
-    Raises PipelineError where that was for other weights or settings, or where nothing is tuned that shall stand alone.
+    Raise PipelineError if the tree was tuned for other weights or settings, or if `tuned_alone` and nothing is tuned.
     """
-    found, written, digests = recipe.methods, tuned_as_written(recipe), digests or digests_of(recipe)
+    methods, as_written, digests = recipe.methods, methods_tuned_as_written(recipe), digests or digest_drafts(recipe)
     for name, tuned in read_tuned_trees(recipe.paths.tuned).items():
         if name in recipe.tunable:
-            wanted = tuned_for(recipe, found[name], digests)
-            if (made := tuned.get("for")) != wanted:
+            conditions = tuning_conditions(recipe, methods[name], digests)
+            if (tuned_conditions := tuned.get("for")) != conditions:
                 raise PipelineError(
                     f"{recipe.paths.tuned}: {name} was tuned for other weights or settings: "
-                    f"{_tuned_differences(made or {}, wanted)}. Run eval/tune.py again, or remove it"
+                    f"{_format_tuning_differences(tuned_conditions or {}, conditions)}. Run eval/tune.py again, or "
+                    "remove it"
                 )
-            if name not in written:
-                found[name + TUNED] = method_of(tuned)
+            if name not in as_written:
+                methods[name + TUNED] = method_of(tuned)
     if not tuned_alone:
-        return found
-    alone = {name: method for name, method in found.items() if name + TUNED not in found}
-    if len(alone) == len(found) and not written:
+        return methods
+    tuned_methods = {name: method for name, method in methods.items() if name + TUNED not in methods}
+    if len(tuned_methods) == len(methods) and not as_written:
         raise PipelineError(f"{recipe.paths.tuned}: nothing is tuned: run eval/tune.py first, or leave out --tuned")
-    return alone
+    return tuned_methods
 
 
-def tuned_as_written(recipe: Recipe) -> list[str]:
-    """Return the methods for which eval/tune.py chose what the recipe says: they are measured once."""
+def methods_tuned_as_written(recipe: Recipe) -> list[str]:
+    """Return the methods for which eval/tune.py chose the recipe's own tree: they are measured once."""
     tuned, methods = read_tuned_trees(recipe.paths.tuned), recipe.methods
     chosen = {name: method_of(facts) for name, facts in tuned.items() if name in methods}
     return [name for name, method in chosen.items() if method == methods[name]]
 
 
-def tuned_for(recipe: Recipe, method: Method, digests: Digests) -> dict[str, Any]:
-    """What a tuned tree depends on."""
+def tuning_conditions(recipe: Recipe, method: Method, digests: Digests) -> dict[str, Any]:
+    """Return everything that the choice of a tuned tree depends on."""
     config, drafts = recipe.eval, {name: recipe.draft[name] for name in method.sources}
     return {
         "digests": {name: digests[name] for name in drafts},
@@ -98,26 +98,30 @@ def tuned_for(recipe: Recipe, method: Method, digests: Digests) -> dict[str, Any
     }
 
 
-def _tuned_differences(made: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """Return what a tree was tuned for otherwise, by the recipe's keys."""
-    known = made.get("digests", {})
-    weights = [f"other weights of {name}" for name, sha in wanted["digests"].items() if known.get(name) != sha]
-    there, here = ({KEYS.get(key, key): value for key, value in one.items()} for one in (made, wanted))
-    return ", ".join(filter(None, [*weights, differences(there, here, here.keys() - {"digests"})]))
+def _format_tuning_differences(tuned_conditions: dict[str, Any], conditions: dict[str, Any]) -> str:
+    """Return how the conditions that a tree was tuned for differ from the current ones, by the recipe's keys."""
+    tuned_digests = tuned_conditions.get("digests", {})
+    weights = [
+        f"other weights of {name}" for name, sha in conditions["digests"].items() if tuned_digests.get(name) != sha
+    ]
+    tuned_values, values = (
+        {RECIPE_KEYS.get(key, key): value for key, value in each.items()} for each in (tuned_conditions, conditions)
+    )
+    return ", ".join(filter(None, [*weights, differences(tuned_values, values, values.keys() - {"digests"})]))
 
 
 def evaluation_lock(recipe: Recipe) -> AbstractContextManager[None]:
-    """Holds what a run measures for one command, from its first look at weights and trees to its last figure. Raises
-    PipelineError where another one has it.
+    """Lock the evaluation of a run for one command, from its first read of weights and trees to its last figure. Raise
+    PipelineError if another command holds it.
     """
     return exclusive(recipe.paths.eval, "evaluation or tuning")
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is to be measured. `key` identifies everything that a figure depends on but the hardware, which each outcome
-    names itself: the code, settings, weights, trees, the prompts' text, the target with its tokenizer, template and
-    stop tokens, and how many share the machine.
+class EvalJob:
+    """The methods, drafts and tasks to measure. `key` identifies everything that a figure depends on except the
+    hardware, which each outcome names itself: the code, settings, weights, trees, the prompts' text, the target with
+    its tokenizer, template and stop tokens, and how many workers share the machine.
     """
 
     recipe: Recipe
@@ -127,10 +131,10 @@ class Job:
     key: str
 
 
-def job_of(recipe: Recipe, tuned_alone: bool = False) -> Job:
-    digests = digests_of(recipe)
-    methods, tasks = methods_of(recipe, tuned_alone, digests), tasks_of(recipe)
-    found = {
+def make_job(recipe: Recipe, tuned_alone: bool = False) -> EvalJob:
+    digests = digest_drafts(recipe)
+    methods, tasks = load_methods(recipe, tuned_alone, digests), load_tasks(recipe)
+    dependencies = {
         "code": measured_by(),
         "recipe": run_hash(recipe),
         "methods": {name: method.to_json() for name, method in methods.items()},
@@ -139,20 +143,23 @@ def job_of(recipe: Recipe, tuned_alone: bool = False) -> Job:
         "target": asdict(identify(recipe.target)),
         "workers": [recipe.eval.workers, recipe.eval.gpus_per_worker],
     }
-    return Job(recipe, methods, digests, tasks, digest(found))
+    return EvalJob(recipe, methods, digests, tasks, digest(dependencies))
 
 
-def tasks_of(recipe: Recipe) -> list[EvalTask]:
+def load_tasks(recipe: Recipe) -> list[EvalTask]:
     config = recipe.eval
     prompts = {name: load_prompts(name, benchmark, recipe) for name, benchmark in config.benchmarks.items()}
-    # a prompt's temperatures together: they share its forward
+    # all temperatures of a prompt together: they share its prefill
     return [
-        EvalTask(name, prompt, t) for name, found in prompts.items() for prompt in found for t in config.temperatures
+        EvalTask(name, prompt, t)
+        for name, benchmark_prompts in prompts.items()
+        for prompt in benchmark_prompts
+        for t in config.temperatures
     ]
 
 
 def make_harness(recipe: Recipe, methods: dict[str, Method]) -> Harness:
-    """Loads the target and every draft, in evaluation's dtype and with its kernels."""
+    """Load the target and every draft, in the evaluation's dtype and with its kernels."""
     target = Target(recipe.target, recipe.eval.dtype)
     drafts = load_drafts(recipe, target, sorted({name for method in methods.values() for name in method.sources}))
     if recipe.eval.pack_linears:
@@ -163,7 +170,7 @@ def make_harness(recipe: Recipe, methods: dict[str, Method]) -> Harness:
 
 
 def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, Source]:
-    """Drafts of the recipe, bound to the target, in evaluation's dtype."""
+    """Load drafts of the recipe, bound to the target, in the evaluation's dtype."""
     target_fingerprint = fingerprint(recipe.target)
     embed_head = target.embed_head(target_fingerprint)
     drafts: dict[str, Source] = {}
@@ -182,24 +189,26 @@ def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, S
     return drafts
 
 
-def decode_all(job: Job, fleet=None) -> list[tuple[str, Outcome]]:
-    """Every task's outcome, with its benchmark, in the recipe's order; what is finished already is not decoded again.
+def decode_all(job: EvalJob, fleet=None) -> list[tuple[str, Outcome]]:
+    """Return every task's outcome, with its benchmark, in the recipe's order; finished tasks are not decoded again.
 
-    `fleet(recipe, methods, tasks)` yields (task, outcome) as they come; without one they are decoded in this process.
-    The caller holds the run's evaluation (`evaluation_lock`).
+    `fleet(recipe, methods, tasks)` yields (task, outcome) in any order; without it tasks are decoded in this process.
+    The caller holds `evaluation_lock`.
     """
     finished = Journal(job.recipe.paths.eval / RECORDS, job.key)
     missing = [task for task in job.tasks if task.name not in finished]
     if missing:
-        done = (fleet or _here)(job.recipe, job.methods, missing)
+        outcomes = (fleet or _decode_locally)(job.recipe, job.methods, missing)
         with Progress("decode", len(job.tasks), "prompts", len(job.tasks) - len(missing)) as progress:
-            for task, outcome in done:
+            for task, outcome in outcomes:
                 finished.add(task.name, outcome.to_json())
                 progress.advance(1, benchmark=task.benchmark, T=task.temperature)
     return [(task.benchmark, Outcome.from_json(finished[task.name])) for task in job.tasks]
 
 
-def _here(recipe: Recipe, methods: dict[str, Method], tasks: Iterable[EvalTask]) -> Iterator[tuple[EvalTask, Outcome]]:
+def _decode_locally(
+    recipe: Recipe, methods: dict[str, Method], tasks: Iterable[EvalTask]
+) -> Iterator[tuple[EvalTask, Outcome]]:
     harness = make_harness(recipe, methods)
     for task in tasks:
         yield task, harness.decode(task)

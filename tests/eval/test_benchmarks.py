@@ -104,23 +104,23 @@ def write(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-def load(recipe: Recipe, known: str, path: Path | str | None, **fields) -> list[Prompt]:
-    config = configured(source=f"benchmark:{known}", path=path if path is None else str(path), **fields)
+def load(recipe: Recipe, benchmark: str, path: Path | str | None, **fields) -> list[Prompt]:
+    config = configured(source=f"benchmark:{benchmark}", path=path if path is None else str(path), **fields)
     return load_prompts("bench", config, recipe)
 
 
-def refusal(recipe: Recipe, known: str, path: Path | str | None, **fields) -> str:
+def refusal(recipe: Recipe, benchmark: str, path: Path | str | None, **fields) -> str:
     with pytest.raises(PipelineError) as caught:
-        load(recipe, known, path, **fields)
+        load(recipe, benchmark, path, **fields)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("known", CASES)
-def test_a_copy_of_the_hubs_folder_gives_exactly_these_turns(tmp_path, recipe, known):
-    file, rows, expected = CASES[known]
+@pytest.mark.parametrize("benchmark", CASES)
+def test_a_copy_of_the_hubs_folder_gives_exactly_these_turns(tmp_path, recipe, benchmark):
+    file, rows, expected = CASES[benchmark]
     write(tmp_path / "copy" / file, rows)
-    assert load(recipe, known, tmp_path / "copy") == expected and set(CASES) == set(BENCHMARKS)
-    assert load(recipe, known, tmp_path / "copy", prompts=2) == expected[:2]
+    assert load(recipe, benchmark, tmp_path / "copy") == expected and set(CASES) == set(BENCHMARKS)
+    assert load(recipe, benchmark, tmp_path / "copy", prompts=2) == expected[:2]
 
 
 @pytest.mark.parametrize("ending", [".parquet", ".jsonl", ".json"])
@@ -129,7 +129,7 @@ def test_a_single_file_is_the_split(tmp_path, recipe, ending):
 
 
 def test_only_the_subset_and_the_split_are_read_in_the_order_of_their_files(tmp_path, recipe):
-    """The folders of a Hub's snapshot stand side by side, and each holds the training split, too."""
+    """The folders of a Hub's snapshot lie next to each other, and each also holds the training split."""
     wrong = [{"question": "wrong", "answer": "wrong"}]
     for file in ("main/train", "socratic/train", "socratic/test", "another/test"):
         write(tmp_path / "copy" / f"{file}-00000-of-00001.parquet", wrong)
@@ -154,20 +154,20 @@ def test_too_few_rows_are_refused(tmp_path, recipe):
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("known", "near"), [("GSM8K", "gsm8k"), ("natural_questions", "natural-questions")])
-def test_an_unknown_name_is_refused_with_the_nearest(recipe, known, near):
-    message = refusal(recipe, known, None)
+@pytest.mark.parametrize(("misspelt", "nearest"), [("GSM8K", "gsm8k"), ("natural_questions", "natural-questions")])
+def test_an_unknown_name_is_refused_with_the_nearest(recipe, misspelt, nearest):
+    message = refusal(recipe, misspelt, None)
     assert message == (
-        f"benchmark bench: source='benchmark:{known}' is not known; did you mean 'benchmark:{near}'? "
+        f"benchmark bench: source='benchmark:{misspelt}' is not known; did you mean 'benchmark:{nearest}'? "
         "There are mt-bench, humaneval, gsm8k, alpaca, cnn-dm, natural-questions"
     )
 
 
-@pytest.mark.parametrize("known", CASES)
-def test_missing_columns_are_named_beside_those_there_are(tmp_path, recipe, known):
-    for column in BENCHMARKS[known].columns:
-        rows = [{key: value for key, value in row.items() if key != column} for row in CASES[known][1]]
-        message = refusal(recipe, known, write(tmp_path / f"{column}.parquet", rows))
+@pytest.mark.parametrize("benchmark", CASES)
+def test_missing_columns_are_named_beside_those_there_are(tmp_path, recipe, benchmark):
+    for column in BENCHMARKS[benchmark].columns:
+        rows = [{key: value for key, value in row.items() if key != column} for row in CASES[benchmark][1]]
+        message = refusal(recipe, benchmark, write(tmp_path / f"{column}.parquet", rows))
         assert f"row 0 (the first is 0): no column {column}; columns found: {', '.join(sorted(rows[0]))}. " in message
 
 
@@ -194,10 +194,10 @@ def test_a_path_that_is_not_there_is_one_clear_error(recipe, path):
     assert message.startswith(f"benchmark bench: benchmark:gsm8k, {path} (subset main, split test) cannot be read: ")
 
 
-def second(known: str, **change: object) -> tuple[str, str, list[dict]]:
+def second(benchmark: str, **change: object) -> tuple[str, str, list[dict]]:
     """A copy whose second row is another."""
-    rows = CASES[known][1]
-    return known, "copy.parquet", [rows[0], rows[1] | change, rows[2]]
+    rows = CASES[benchmark][1]
+    return benchmark, "copy.parquet", [rows[0], rows[1] | change, rows[2]]
 
 
 ROW = "row 1 (the first is 0): column"
@@ -205,7 +205,7 @@ PATH = "eval.benchmarks.bench.path"
 
 
 @pytest.mark.parametrize(
-    ("known", "file", "content", "words"),
+    ("benchmark", "file", "content", "words"),
     [
         (*second("mt-bench", prompt=[]), f"{ROW} 'prompt' holds '[]', expected a list of texts, one a turn"),
         (*second("mt-bench", prompt=["a", " "]), f"{ROW} 'prompt' holds \"['a', ' ']\", expected a list of texts"),
@@ -221,12 +221,12 @@ PATH = "eval.benchmarks.bench.path"
         ("gsm8k", "copy/train-0.parquet", GSM8K, f"Bad split: test. Available splits: ['train']. {PATH}"),
     ],
 )
-def test_a_copy_that_is_not_the_benchmark_is_one_clear_error(tmp_path, recipe, known, file, content, words):
+def test_a_copy_that_is_not_the_benchmark_is_one_clear_error(tmp_path, recipe, benchmark, file, content, words):
     if isinstance(content, str):
         (tmp_path / file).write_text(content)
     else:
         write(tmp_path / file, content)
-    assert words in refusal(recipe, known, tmp_path / file.partition("/")[0])
+    assert words in refusal(recipe, benchmark, tmp_path / file.partition("/")[0])
 
 
 # -- what is asked of the Hub ----------------------------------------------------------------------------------------
@@ -248,25 +248,25 @@ def test_without_a_network_the_cached_copy_serves(recipe, cached):
 
 
 def test_the_cached_copy_never_stands_for_a_revision(recipe, cached):
-    """`datasets` would take it, of whatever revision it is."""
+    """Without the check `datasets` would take it, whatever its revision."""
     assert "offline mode is enabled" in refusal(recipe, "gsm8k", "openai/gsm8k@e53f048")
 
 
 def test_the_hub_is_asked_for_the_subset_and_the_revision(monkeypatch):
-    asked = []
-    monkeypatch.setattr(benchmarks, "dataset_info", lambda *place, **which: asked.append((*place, which)))
+    requests = []
+    monkeypatch.setattr(benchmarks, "dataset_info", lambda *place, **options: requests.append((*place, options)))
     config = configured(source="benchmark:cnn-dm", path="abisee/cnn_dailymail@96df5e6")
-    assert benchmarks.place(BENCHMARKS["cnn-dm"], config) == {
+    assert benchmarks.dataset_arguments(BENCHMARKS["cnn-dm"], config) == {
         "path": "abisee/cnn_dailymail",
         "name": "3.0.0",
         "split": "test",
         "revision": "96df5e6",
     }
-    assert asked == [("abisee/cnn_dailymail", {"revision": "96df5e6"})]
+    assert requests == [("abisee/cnn_dailymail", {"revision": "96df5e6"})]
 
 
-@pytest.mark.parametrize(("there", "subset"), [(["main", "socratic"], "main"), (["default"], None)])
-def test_another_data_set_of_the_hub_may_have_no_subset(monkeypatch, there, subset):
-    monkeypatch.setattr(benchmarks, "get_dataset_config_names", lambda path, revision: there)
-    place = benchmarks.place(BENCHMARKS["gsm8k"], configured(source="benchmark:gsm8k", path="me/sums"))
+@pytest.mark.parametrize(("subsets", "subset"), [(["main", "socratic"], "main"), (["default"], None)])
+def test_another_data_set_of_the_hub_may_have_no_subset(monkeypatch, subsets, subset):
+    monkeypatch.setattr(benchmarks, "get_dataset_config_names", lambda path, revision: subsets)
+    place = benchmarks.dataset_arguments(BENCHMARKS["gsm8k"], configured(source="benchmark:gsm8k", path="me/sums"))
     assert place == {"path": "me/sums", "name": subset, "split": "test", "revision": None}

@@ -31,7 +31,7 @@ EAGER = FAMILIES[-2:]  # soft caps, sinks: transformers has no other attention f
 
 
 def on_the_device(config: TargetConfig) -> Target:
-    """As "auto" loads it where there is an accelerator."""
+    """Load the target as "auto" does on a machine with an accelerator."""
     target = Target(config.model_copy(update={"device": "auto"}), "float32")
     assert target.device == DEVICE and isinstance(target.embedding_VD, Strict)
     return target
@@ -40,19 +40,19 @@ def on_the_device(config: TargetConfig) -> Target:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_kind_of_attention_decodes_there_what_it_decodes_on_the_cpu(tmp_path, monkeypatch, family):
     config = families.save(tmp_path, family)
-    here, sampling = Target(config, "float32"), Sampling(12, NEVER)
+    cpu_target, sampling = Target(config, "float32"), Sampling(12, NEVER)
     for name in ("eagle", "eagle3"):
         tree = {"depth": 3, "top_k": 3, "nodes": 10}
-        method = grown(make_draft(here, here.embed_head("here"), VARIANTS[name]), **tree)
-        want = speculative(here, method, prompt_of(3), sampling)
-        assert want.tokens == greedy(here, prompt_of(3), 12)
+        method = grown(make_draft(cpu_target, cpu_target.embed_head("here"), VARIANTS[name]), **tree)
+        want = speculative(cpu_target, method, prompt_of(3), sampling)
+        assert want.tokens == greedy(cpu_target, prompt_of(3), 12)
         with rehearsal(), monkeypatch.context() as changed:
             changed.delenv("TRANSFORMERS_SDPA_FORCE_GQA")  # is of processes without an accelerator
             changed.setattr("transformers.integrations.sdpa_attention.repeat_kv", None)  # copies keys and values
-            there = on_the_device(config)
-            assert there.model.config._attn_implementation == ("eager" if family in EAGER else GROUPED)
-            method.draft.to(DEVICE).bind(there.embed_head("there"))
-            got = speculative(there, method, prompt_of(3), sampling)
+            device_target = on_the_device(config)
+            assert device_target.model.config._attn_implementation == ("eager" if family in EAGER else GROUPED)
+            method.draft.to(DEVICE).bind(device_target.embed_head("there"))
+            got = speculative(device_target, method, prompt_of(3), sampling)
         assert (got.tokens, got.acceptance) == (want.tokens, want.acceptance)
 
 
@@ -77,12 +77,12 @@ def test_what_the_dump_captures_there_has_the_cpus_bytes(tiny_target, tmp_path, 
 
     waits: Counter = Counter()
     want = written("cpu")
-    with rehearsal() as seen:
-        waits = seen.waits
+    with rehearsal() as device_log:
+        waits = device_log.waits
         assert written("auto") == want
     by_kind: Counter = Counter()
-    for (what, _), count in seen.waits.items():
-        by_kind[what] += count
+    for (kind, _), count in device_log.waits.items():
+        by_kind[kind] += count
     # A batch is waited for where it has to be there; and transformers asks of each whether its rows are packed.
     assert by_kind == {"an event": 2, "is_nonzero": 2}
 
@@ -90,14 +90,14 @@ def test_what_the_dump_captures_there_has_the_cpus_bytes(tiny_target, tmp_path, 
 def test_the_gate_passes_there_and_float32_is_judged_by_plain_decodings_drift(tiny_recipe, embed_head, loaded_target):
     assert rounding(torch.float32, torch.device("cpu")) == 0 < rounding(torch.float32, DEVICE)
     with rehearsal():
-        there = on_the_device(tiny_recipe.target)
+        device_target = on_the_device(tiny_recipe.target)
         draft = make_draft(loaded_target, embed_head, VARIANTS["jakiro"]).to(DEVICE)
-        draft.bind(there.embed_head("there"))
+        draft.bind(device_target.embed_head("there"))
         methods = {
             "best": grown(draft, depth=3, top_k=3, nodes=7),
             "drawn": LoadedMethod(draft, TreeConfig(paths="eagle-1", siblings="drawn")),
         }
-        made = Harness(tiny_recipe, there, methods)
+        made = Harness(tiny_recipe, device_target, methods)
         prompt = Prompt("one", "", ("Why? Because of that?",))
         _, gates, _ = pooled([("bench", made.decode(EvalTask("bench", prompt, t))) for t in (0.0, 1.0)])
     assert len(gates) == 4 and all(gate.passed and gate.checked == 1 for gate in gates.values())

@@ -1,9 +1,9 @@
-"""The tries of a prompt whose worker failed; the pool of workers itself: tests/pipeline/test_workers.py."""
+"""Attempts at a prompt whose worker failed; the pool of workers itself: tests/pipeline/test_workers.py."""
 
 import pytest
 import torch
 
-from eval.measure.fleet import Attempts, crew_of
+from eval.measure.fleet import Attempts, make_crew
 from eval.measure.harness import EvalTask
 from eval.measure.prompts import Prompt
 from pipeline.basics.errors import PipelineError
@@ -34,4 +34,4 @@ def test_an_exception_in_decoding_is_reported_and_not_tried_again():
 
 def test_no_more_workers_start_than_there_are_prompts(tiny_recipe):
     recipe = tiny_recipe.model_copy(update={"eval": tiny_recipe.eval.model_copy(update={"workers": 8})})
-    assert crew_of(recipe, 3).workers == 3 and crew_of(recipe, 100).workers == 8
+    assert make_crew(recipe, 3).workers == 3 and make_crew(recipe, 100).workers == 8

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from eval.measure import harness, tasks
-from eval.measure.gate import DRIFT, UNLIKELY, Gate
+from eval.measure.gate import MAX_DRIFT_RATIO, MIN_P_VALUE, Gate
 from eval.measure.harness import PLAIN, EvalTask, Harness, Outcome, pooled
 from eval.measure.prompts import Prompt
 from pipeline.basics.errors import PipelineError
@@ -51,12 +51,12 @@ def harness_of(recipe, loaded_target, drafts, **changes) -> Harness:
 
 
 def measured(made: Harness, prompts=PROMPTS, temperatures=(0.0, 1.0)):
-    found = [("bench", made.decode(EvalTask("bench", prompt, t))) for t in temperatures for prompt in prompts]
-    return pooled(found)
+    outcomes = [("bench", made.decode(EvalTask("bench", prompt, t))) for t in temperatures for prompt in prompts]
+    return pooled(outcomes)
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "answer_text"),
     [
         (QWEN_3, "<think>\nhm\n</think>\n\nwell"),
         (GPT_OSS, "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>well"),
@@ -64,14 +64,14 @@ def measured(made: Harness, prompts=PROMPTS, temperatures=(0.0, 1.0)):
     ids=["qwen3", "gpt-oss"],
 )
 def test_a_later_turn_is_asked_as_the_target_is_asked_it(
-    tiny_recipe, loaded_target, drafts, monkeypatch, template, said
+    tiny_recipe, loaded_target, drafts, monkeypatch, template, answer_text
 ):
-    """After its own answer, as its template shows it in a history: without the thoughts."""
+    """The turn comes after the target's own answer, as its template renders it in a history: without the reasoning."""
     target, tokenizer = copy.copy(loaded_target), settled(template)
     target.tokenizer = tokenizer
-    answer = [*tokenizer(said, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    answer = [*tokenizer(answer_text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     monkeypatch.setattr(harness, "plain", lambda *_: SimpleNamespace(tokens=answer))
-    _, second = harness_of(tiny_recipe, target, drafts).with_histories(Prompt("one", "", ("Q1?", "Q2?")))
+    _, second = harness_of(tiny_recipe, target, drafts).encode_turns(Prompt("one", "", ("Q1?", "Q2?")))
     history = [("user", "Q1?"), ("assistant", "well"), ("user", "Q2?")]
     assert second == prompt_ids(tokenizer, [{"role": role, "content": text} for role, text in history])
 
@@ -82,7 +82,7 @@ def test_exact_decoding_passes_at_every_temperature(tiny_recipe, loaded_target, 
     for (_, method, temperature), gate in gates.items():
         assert gate.passed and gate.checked == 3  # turns, however often decoded
         if temperature > 0:
-            assert gate.rounds == 3 * 2 and 0 < gate.largest_drift < 1e-4 and gate.drift_ratio < DRIFT
+            assert gate.rounds == 3 * 2 and 0 < gate.largest_drift < 1e-4 and gate.drift_ratio < MAX_DRIFT_RATIO
         if temperature == 0 or method != "drawn":
             assert gate.identical == 3  # above temperature 0, too: the same random numbers
         else:
@@ -95,10 +95,12 @@ def test_exact_decoding_passes_at_every_temperature(tiny_recipe, loaded_target, 
 def test_methods_take_turns_in_starting_and_are_reported_in_the_recipes_order(
     tiny_recipe, loaded_target, drafts, monkeypatch
 ):
-    """Without a turn, what goes first would always find the caches as the prompt left them."""
-    made, went, one = harness_of(tiny_recipe, loaded_target, drafts, repeats=1), [], Harness._one
+    """If methods did not take turns, the first one would always find the caches as the prompt left them."""
+    made, went, generate_once = harness_of(tiny_recipe, loaded_target, drafts, repeats=1), [], Harness._generate
     monkeypatch.setattr(Harness, "_warm_up", lambda *_: None)
-    monkeypatch.setattr(Harness, "_one", lambda self, method, *more: (went.append(method), one(self, method, *more))[1])
+    monkeypatch.setattr(
+        Harness, "_generate", lambda self, method, *more: (went.append(method), generate_once(self, method, *more))[1]
+    )
     prompts = [Prompt(str(number), "", ("Why?",)) for number in range(12)]
     records, _, _ = measured(made, prompts, [0.0])
     methods = [PLAIN, *drafts]
@@ -113,14 +115,14 @@ layout = generate._layout
 
 def shifted_positions(tree, past, device):
     """The tree's nodes one position too far."""
-    positions, seen = layout(tree, past, device)
-    return positions + 1, seen
+    positions, visible = layout(tree, past, device)
+    return positions + 1, visible
 
 
 def everything_seen(tree, past, device):
     """Every node sees every other one, siblings and descendants included."""
-    positions, seen = layout(tree, past, device)
-    return positions, torch.ones_like(seen)
+    positions, visible = layout(tree, past, device)
+    return positions, torch.ones_like(visible)
 
 
 @pytest.mark.parametrize("wrong", [shifted_positions, everything_seen])
@@ -130,7 +132,7 @@ def test_a_wrong_tree_forward_fails_the_gate_above_temperature_0(
     monkeypatch.setattr(generate, "_layout", wrong)
     _, gates, _ = measured(harness_of(tiny_recipe, loaded_target, drafts), temperatures=[1.0])
     assert not any(gate.passed for gate in gates.values())
-    assert all(gate.drift_ratio > 100 * DRIFT for gate in gates.values())
+    assert all(gate.drift_ratio > 100 * MAX_DRIFT_RATIO for gate in gates.values())
 
 
 def test_a_rule_that_takes_what_the_target_did_not_choose_fails_the_gate(
@@ -147,8 +149,8 @@ def test_a_rule_that_takes_what_the_target_did_not_choose_fails_the_gate(
 
 
 def test_a_distribution_that_is_not_plain_decodings_fails_the_gate(tiny_recipe, loaded_target, embed_head, monkeypatch):
-    """The emitted tokens tell: of a rule that takes every candidate, and of a right one to which another distribution
-    is given than candidates were drawn from.
+    """The emitted tokens reveal a rule that takes every candidate, and a correct rule that gets another distribution
+    than the candidates were drawn from.
     """
     draw = tree_module._Siblings._draw
 
@@ -169,21 +171,21 @@ def test_a_distribution_that_is_not_plain_decodings_fails_the_gate(tiny_recipe, 
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, flaw)
             wrong = measured(made, prompts, [1.0])[1]["bench", "drawn", 1.0]
-        assert not wrong.passed and wrong.fit < UNLIKELY
+        assert not wrong.passed and wrong.fit < MIN_P_VALUE
 
 
 def parted(made, prompt, sampling, expected, place, got):
-    """The gate's verdict on answers that part at `place`, where the draft's round chose `got` from plain decoding's
-    uncached logits with just the two tokens' moved so far that it had to.
+    """Return the gate's verdict on answers that diverge at `place`, where the draft's round chose `got`: from plain
+    decoding's uncached logits, with only the two tokens' logits moved just far enough.
     """
     keeper = made._gatekeeper
-    logits_V = keeper._uncached([*prompt, *expected[:place]], 1)[0]
+    logits_V = keeper._uncached_logits([*prompt, *expected[:place]], 1)[0]
 
     def verdict(by):
         moved_V = logits_V.clone()
         moved_V[got] += by / 2
         moved_V[expected[place]] -= by / 2
-        keeper._logits_of = lambda *_: moved_V
+        keeper._logits_by_decoding_again = lambda *_: moved_V
         chosen = int(sampling.choose(moved_V[None], None, accept.Sampler(sampling.seed), [place])[0])
         return chosen == got, keeper._rounding_decides("eagle", prompt, sampling, expected, [*expected[:place], got])
 
@@ -191,9 +193,9 @@ def parted(made, prompt, sampling, expected, place, got):
 
 
 def test_the_gate_forgives_only_what_plain_decodings_own_rounding_could_do(half, tiny_recipe, monkeypatch):
-    """In bfloat16, at T = 0: the closer the two tokens, the smaller the move that swaps them. A swap is forgiven where
-    the two are as close as plain decoding's own drift, and nowhere else: not where the gap is a tenth of the largest
-    logit.
+    """The test runs in bfloat16 at T = 0: the closer the two tokens, the smaller the move that swaps them. A swap is
+    forgiven where the two are as close as plain decoding's own drift, and nowhere else: not where the gap is a tenth of
+    the largest logit.
     """
     target, drafts = half
     made, verdicts = harness_of(tiny_recipe, target, drafts), []
@@ -208,7 +210,7 @@ def test_the_gate_forgives_only_what_plain_decodings_own_rounding_could_do(half,
                 _, swapped, forgiven = parted(made, prompt, Sampling(24, frozenset()), expected, place, second)
                 assert swapped
                 verdicts.append((gap / rows.drift, forgiven))
-                assert not forgiven or gap <= DRIFT * rows.drift * 2
+                assert not forgiven or gap <= MAX_DRIFT_RATIO * rows.drift * 2
                 assert forgiven or gap > rows.floor
     assert {forgiven for _, forgiven in verdicts} == {True, False}
     assert max(gap for gap, forgiven in verdicts if forgiven) < min(4, max(gap for gap, _ in verdicts))
@@ -226,14 +228,14 @@ def test_what_no_rounding_can_cause_is_not_forgiven(half, tiny_recipe, loaded_ta
         longer = [*expected, 5]
         assert not keeper._rounding_decides("eagle", prompt, sampling, expected, longer)  # goes on behind the end
         got = [*expected[:2], (expected[2] + 1) % 260]
-        keeper._logits_of = lambda *_, k=keeper, e=expected: k._uncached([*prompt, *e[:2]], 1)[0]
+        keeper._logits_by_decoding_again = lambda *_, k=keeper, e=expected: k._uncached_logits([*prompt, *e[:2]], 1)[0]
         assert not keeper._rounding_decides("eagle", prompt, sampling, expected, got)  # its own logits say otherwise
-        keeper._logits_of = lambda *_: None
+        keeper._logits_by_decoding_again = lambda *_: None
         assert not keeper._rounding_decides("eagle", prompt, sampling, expected, got)  # cannot be decoded again
     keeper = harness_of(tiny_recipe, loaded_target, drafts)._gatekeeper
     greedy = generate.plain(loaded_target, prompt, Sampling(8, frozenset())).tokens
     swapped = [*greedy[:2], (greedy[2] + 1) % 260]
-    keeper._logits_of = lambda *_: torch.zeros(260).index_fill(0, torch.tensor([swapped[2]]), 9.0)
+    keeper._logits_by_decoding_again = lambda *_: torch.zeros(260).index_fill(0, torch.tensor([swapped[2]]), 9.0)
     assert not keeper._rounding_decides(
         "eagle", prompt, Sampling(8, frozenset()), greedy, swapped
     )  # fp32: nothing ties
@@ -279,7 +281,11 @@ def test_in_bfloat16_a_sound_verifier_passes_and_a_wrong_one_fails(half, tiny_re
     _, gates, _ = measured(made, HALF_PROMPTS[:2] if fault else HALF_PROMPTS, [temperature])  # one is seen at once
     for gate in gates.values():
         assert gate.passed == (fault is None), (gate.drift_ratio, gate.identical, gate.near_ties, gate.checked)
-        assert gate.drift_ratio <= DRIFT if fault in (None, "one candidate too many") else gate.drift_ratio > DRIFT
+        assert (
+            gate.drift_ratio <= MAX_DRIFT_RATIO
+            if fault in (None, "one candidate too many")
+            else gate.drift_ratio > MAX_DRIFT_RATIO
+        )
 
 
 def test_the_logits_that_a_token_was_chosen_from_are_found_again(tiny_recipe, loaded_target, drafts):
@@ -287,15 +293,17 @@ def test_the_logits_that_a_token_was_chosen_from_are_found_again(tiny_recipe, lo
     for sampling in (Sampling(12, frozenset()), Sampling(12, frozenset(), 1.0, seed=4)):
         answer = generate.speculative(loaded_target, drafts["jakiro"], prompt, sampling).tokens
         for place in range(1, 12):
-            found = made._gatekeeper._logits_of("jakiro", prompt, sampling, answer, place)
-            assert torch.allclose(found, made._gatekeeper._uncached(prompt + answer[:place], 1)[0], atol=1e-4)
-    assert made._gatekeeper._logits_of("jakiro", prompt, sampling, [answer[0] + 1, *answer[1:]], 4) is None
+            logits_V = made._gatekeeper._logits_by_decoding_again("jakiro", prompt, sampling, answer, place)
+            assert torch.allclose(logits_V, made._gatekeeper._uncached_logits(prompt + answer[:place], 1)[0], atol=1e-4)
+    assert (
+        made._gatekeeper._logits_by_decoding_again("jakiro", prompt, sampling, [answer[0] + 1, *answer[1:]], 4) is None
+    )
 
 
 def test_probabilities_that_are_no_numbers_fail_the_gate(tiny_recipe, loaded_target, drafts):
     made, gate = harness_of(tiny_recipe, loaded_target, drafts), Gate(1.0, checked=1, identical=1, plain_drift=1.0)
     tree = build_tree(1, [2, 3], [0, 1], torch.device("cpu"))
-    made._gatekeeper._examine(gate, [5, 6, 1], tree, torch.full((3, 260), math.nan))
+    made._gatekeeper._examine_round(gate, [5, 6, 1], tree, torch.full((3, 260), math.nan))
     assert gate.rounds == 1 and gate.largest_drift == math.inf and not gate.passed
 
 
@@ -320,20 +328,20 @@ def test_an_outcome_survives_being_written(tiny_recipe, loaded_target, drafts):
 
 def test_what_is_finished_is_not_decoded_again(tiny_recipe):
     """Whatever stops the command, each prompt is decoded once."""
-    asked, config = [], tiny_recipe.eval.model_copy(update={"temperatures": [0.0, 1.0]})
+    requests, config = [], tiny_recipe.eval.model_copy(update={"temperatures": [0.0, 1.0]})
     recipe = tiny_recipe.model_copy(update={"eval": config})
     all_tasks = [EvalTask("bench", prompt, t) for t in (0.0, 1.0) for prompt in PROMPTS]
-    job = tasks.Job(recipe, {}, {}, all_tasks, "key")
+    job = tasks.EvalJob(recipe, {}, {}, all_tasks, "key")
 
     def fleet(_, __, missing, stop_after):
         for place, task in enumerate(reversed(missing)):  # in any order
             if place == stop_after:
                 raise KeyboardInterrupt
-            asked.append(task.name)
+            requests.append(task.name)
             yield task, Outcome([], {}, left_out=task.temperature > 0)
 
     with pytest.raises(KeyboardInterrupt), tasks.evaluation_lock(recipe):
-        tasks.decode_all(job, lambda *given: fleet(*given, stop_after=3))
-    found = tasks.decode_all(job, lambda *given: fleet(*given, stop_after=None))
-    assert sorted(asked) == sorted(task.name for task in all_tasks)
-    assert [outcome.left_out for _, outcome in found] == [False, False, True, True]  # in the recipe's order
+        tasks.decode_all(job, lambda *arguments: fleet(*arguments, stop_after=3))
+    outcomes = tasks.decode_all(job, lambda *arguments: fleet(*arguments, stop_after=None))
+    assert sorted(requests) == sorted(task.name for task in all_tasks)
+    assert [outcome.left_out for _, outcome in outcomes] == [False, False, True, True]  # in the recipe's order

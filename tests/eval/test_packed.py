@@ -1,11 +1,11 @@
-"""Packed layers give what the layers give, whoever asks them in whatever order."""
+"""Packed layers give the layers' outputs, in any order of calls."""
 
 import pytest
 import torch
 from torch import nn
 
 from eval.measure import packed
-from eval.measure.packed import PackedLinear, pack_linears, products, rows_of_one
+from eval.measure.packed import PackedLinear, choose_row_count, find_packed, pack_linears
 from pipeline.decoding.config import LoadedMethod, TreeConfig
 from pipeline.decoding.generate import Sampling, plain, speculative
 from pipeline.lm.config import TargetConfig
@@ -43,15 +43,15 @@ def test_packed_layers_are_the_layers(bias, rows):
 
 def test_everything_that_decodes_is_packed_alike(tiny_target, monkeypatch):
     """The target, its head and a draft with a head over its own vocabulary: the same answers, single rows filled up."""
-    monkeypatch.setattr(packed, "rows_of_one", lambda _: packed.FILLED)
+    monkeypatch.setattr(packed, "choose_row_count", lambda _: packed.FILLED_ROWS)
     target = Target(TargetConfig(model=str(tiny_target), device="cpu"), "float32")
     want = greedy(target, prompt_of(1), 16)
     embed_head = EmbeddingAndHead(target.embedding_VD, target.head, "x")
     draft = make_draft(target, embed_head, VARIANTS["reduced"])
     packed.pack(target, {"one": draft})
     for module in (target.decoder, target.head, draft, draft.embed_head.head):
-        assert products(module) and {one.rows for one in products(module)} == {packed.FILLED}
-        assert not [one for one in module.modules() if isinstance(one, nn.Linear)]
+        assert find_packed(module) and {layer.rows for layer in find_packed(module)} == {packed.FILLED_ROWS}
+        assert not [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
     method = LoadedMethod(draft, TreeConfig(depth=2, top_k=3, nodes=6))
     sampling = Sampling(16, NEVER)
     assert speculative(target, method, prompt_of(1), sampling).tokens == want
@@ -68,7 +68,7 @@ def test_every_kind_of_draft_is_packed_and_guesses_as_before(tiny_target, kind):
         draft._reader.clear()  # it would be there already
     draft.prepare()
     packed.pack(target, {"one": draft})
-    assert not [one for part in draft.packable() for one in part.modules() if isinstance(one, nn.Linear)]
+    assert not [layer for part in draft.packable() for layer in part.modules() if isinstance(layer, nn.Linear)]
     got = speculative(target, method, prompt_of(1), sampling)
     assert got.tokens == want.tokens and got.acceptance == want.acceptance
 
@@ -77,13 +77,13 @@ def test_every_kind_of_draft_is_packed_and_guesses_as_before(tiny_target, kind):
 def test_a_single_row_is_filled_up_where_that_is_faster(monkeypatch):
     block, plain = Block(), Block()
     pack_linears(block)
-    found = products(block)
-    assert len(found) == 3  # one product of queries, keys and values; two layers
-    for slow_one, rows in ((1.0, packed.FILLED), (0.5, 1)):
-        monkeypatch.setattr(packed.Packed, "seconds", lambda _, rows, one=slow_one: one if rows == 1 else 0.6)
-        assert rows_of_one(found) == rows
-    for one in found:
-        one.rows = packed.FILLED
+    layers = find_packed(block)
+    assert len(layers) == 3  # one product of queries, keys and values; two layers
+    for slow_one, rows in ((1.0, packed.FILLED_ROWS), (0.5, 1)):
+        monkeypatch.setattr(packed.Packed, "seconds", lambda _, rows, layer=slow_one: layer if rows == 1 else 0.6)
+        assert choose_row_count(layers) == rows
+    for layer in layers:
+        layer.rows = packed.FILLED_ROWS
     for rows in (1, 2):
         x = torch.randn(1, rows, 8)
         for got, want in zip(block.outputs(*[x] * 5), plain.outputs(*[x] * 5), strict=True):

@@ -1,4 +1,4 @@
-"""report.html: what it shows, whose prompts it never shows, and how a real browser lays it out."""
+"""report.html: its content, the prompts that it never shows, and its layout in a real browser."""
 
 import re
 import shutil
@@ -12,8 +12,8 @@ import pytest
 from eval.measure import report
 from eval.measure.harness import PLAIN, EvalTask, Record
 from eval.measure.prompts import Prompt
-from eval.measure.tasks import Job
-from eval.release.card import page
+from eval.measure.tasks import EvalJob
+from eval.release.card import render_page
 from pipeline.artifacts.reports import Row
 from pipeline.basics.files import write_text
 from pipeline.decoding.accept import Acceptance
@@ -37,14 +37,14 @@ def recipe(tmp_path) -> Recipe:
 
 
 @pytest.fixture
-def job(recipe) -> Job:
+def job(recipe) -> EvalJob:
     methods = {name: Method(draft=name, tree=TreeConfig()) for name in ("jakiro", "eagle")}
     prompts = [Prompt(f"q{number}", "", (f"question {number} of <i>",)) for number in range(2)]
     tasks = [EvalTask(name, prompt, t) for name in recipe.eval.benchmarks for t in (0.0, 1.0) for prompt in prompts]
-    return Job(recipe, methods, {}, tasks, "key")
+    return EvalJob(recipe, methods, {}, tasks, "key")
 
 
-def records(job: Job) -> list[Record]:
+def records(job: EvalJob) -> list[Record]:
     tokens = byte_tokenizer().encode(TEXT)
     counts = Acceptance()
     counts.add_pass(len(tokens) - 1, len(tokens))
@@ -55,13 +55,13 @@ def records(job: Job) -> list[Record]:
 
 
 def test_samples_are_of_the_released_draft_and_of_public_prompts_only(job):
-    (sample,) = report.samples(job, records(job), byte_tokenizer())
+    (sample,) = report.select_samples(job, records(job), byte_tokenizer())
     assert (sample["benchmark"], sample["method"], sample["temperature"]) == ("humaneval", "jakiro", 0.0)
     assert sample["question"] == "question 0 of <i>" and "".join(text for text, _ in sample["pieces"]) == TEXT
     assert [depth for _, depth in sample["pieces"]] == list(range(len(TEXT) + 1))
     assert [text for text, _ in sample["pieces"]][3:5] == ["", "é"]  # a letter of two tokens waits for its last
     old = [replace(record, generation=replace(record.generation, depths=[])) for record in records(job)]
-    assert report.samples(job, old, byte_tokenizer()) == []
+    assert report.select_samples(job, old, byte_tokenizer()) == []
 
 
 @pytest.fixture
@@ -71,22 +71,22 @@ def written(job, tmp_path) -> Path:
     counts = {"prompts": 10, "answers": 10, "answers_in_circles": 0}
     rows = []
     for method, speed, lossless in (("jakiro", 1.5, 1), ("eagle", None, 0)):
-        what = {"benchmark": "humaneval", "temperature": 0.0}
-        rows.append(Row("decoded", method, "tau", 2.5, interval=[2.25, 2.75], details=counts, **what))
-        rows.append(Row("decoded", method, "speedup", speed, **what))
-        rows += [Row("decoded", method, f"accepted at depth {n}", 0.5 / (2 - n % 2), **what) for n in range(1, 19)]
-        rows.append(Row("decoded", method, "lossless", lossless, details=gate, **what))
+        place = {"benchmark": "humaneval", "temperature": 0.0}
+        rows.append(Row("decoded", method, "tau", 2.5, interval=[2.25, 2.75], details=counts, **place))
+        rows.append(Row("decoded", method, "speedup", speed, **place))
+        rows += [Row("decoded", method, f"accepted at depth {n}", 0.5 / (2 - n % 2), **place) for n in range(1, 19)]
+        rows.append(Row("decoded", method, "lossless", lossless, details=gate, **place))
     plot = tmp_path / "tau_and_speed.png"
     figure = plt.figure(figsize=(12, 4))
     figure.savefig(plot)
     plt.close(figure)
     provenance = {"hardware": "a GPU & more", "code_revision": "a"}
-    measured = {"provenance": provenance, "samples": report.samples(job, records(job), byte_tokenizer())}
+    measured = {"provenance": provenance, "samples": report.select_samples(job, records(job), byte_tokenizer())}
     facts = {"recipe": job.recipe, "recipe_hash": "0" * 16, "training": {"parameters": 12345}, "measured": measured}
     facts |= {"trees": {"jakiro": "deep"}}
     facts |= {"name": "tiny-" + "x" * 90, "kind": "jakiro", "article": "a", "target_name": "me/target"}
     facts |= {"method": "jakiro", "alone": "jakiro", "faster": "`eagle` was faster.", "explanation": "tau = ..."}
-    write_text(tmp_path / "report.html", page(facts, rows, [plot]))
+    write_text(tmp_path / "report.html", render_page(facts, rows, [plot]))
     return tmp_path / "report.html"
 
 
@@ -119,9 +119,9 @@ def test_a_browser_shows_it_on_a_wide_window_and_a_phones(written, tmp_path, wid
     quiet += ["--disable-background-networking", f"--user-data-dir={tmp_path / 'profile'}"]
     command = [BROWSER, *quiet, f"--window-size={width},900"]
     dom = subprocess.run([*command, "--dump-dom", looked.as_uri()], capture_output=True, text=True, timeout=120)
-    found = re.search(r'data-look="(-?\d+) (\d+) (rgb\([^)]*\)) (\d+)"', dom.stdout)
-    assert found, dom.stderr[-500:]
-    assert found.groups() == ("0", "1200", "rgb(205, 236, 207)", "8")
+    match = re.search(r'data-look="(-?\d+) (\d+) (rgb\([^)]*\)) (\d+)"', dom.stdout)
+    assert match, dom.stderr[-500:]
+    assert match.groups() == ("0", "1200", "rgb(205, 236, 207)", "8")
     shot = tmp_path / "shot.png"
     subprocess.run([*command, f"--screenshot={shot}", written.as_uri()], capture_output=True, timeout=120, check=True)
     assert shot.read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""Pictures of a run: a method has one colour in all of them, and what would show nothing is not drawn."""
+"""Plots of a run: a method has one colour in all of them, and a plot that would show nothing is not drawn."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def rows_of(benchmark: str, methods: tuple[str, ...], depths: int) -> list[Row]:
 
 @pytest.fixture
 def figures(monkeypatch) -> dict[str, plt.Figure]:
-    """What is drawn, by the file's name."""
+    """The figures that are drawn, by file name."""
     drawn = {}
     monkeypatch.setattr(plt.Figure, "savefig", lambda self, path, **_: drawn.setdefault(Path(path).name, self))
     monkeypatch.setattr(plots.plt, "close", lambda _: None)
@@ -35,8 +35,8 @@ def figures(monkeypatch) -> dict[str, plt.Figure]:
 
 
 def colours(figure: plt.Figure) -> dict[str, set[str]]:
-    """By the name that a legend shows, without what else stands behind it."""
-    found: dict[str, set[str]] = {}
+    """Return the colours by the name in the legend, without the text after the name."""
+    shades: dict[str, set[str]] = {}
     for axis in figure.axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             artist = (
@@ -47,8 +47,8 @@ def colours(figure: plt.Figure) -> dict[str, set[str]]:
                 else handle
             )
             colour = artist.get_facecolor() if hasattr(artist, "get_facecolor") else artist.get_color()
-            found.setdefault(label.partition(",")[0], set()).add(to_hex(colour))
-    return found
+            shades.setdefault(label.partition(",")[0], set()).add(to_hex(colour))
+    return shades
 
 
 def test_a_method_has_one_colour_in_all_plots(figures, tmp_path):

@@ -1,4 +1,4 @@
-"""Prompts of a file or of the dump are whole or refused, with the line and what to do."""
+"""Prompts of a file or of the dump are complete, or are refused with the line and what to do."""
 
 import json
 import re
@@ -97,15 +97,15 @@ def with_contexts(recipe: Recipe, *tokens: int) -> Recipe:
 
 def test_a_context_is_filled_with_whole_exchanges_of_other_dialogues(tiny_recipe):
     """A token a byte: a turn takes its letters and 3 for its markers, and the answer's opening 1."""
-    asked = [("a" * 17, "b" * 17), ("c" * 50, "d" * 44), ("e" * 17, "f" * 7)]
-    lines = [prompt_line(n, turns=["?" * 9], exchanges=[asked[n], ("never" * 40, "here")]) for n in range(3)]
+    exchanges = [("a" * 17, "b" * 17), ("c" * 50, "d" * 44), ("e" * 17, "f" * 7)]
+    lines = [prompt_line(n, turns=["?" * 9], exchanges=[exchanges[n], ("never" * 40, "here")]) for n in range(3)]
     held_out(tiny_recipe, *lines, prompt_line(3, turns=["?" * 40], exchanges=[("x", "y")]))
     recipe = with_contexts(tiny_recipe, 60, 121)
     filled = {
         name: {prompt.question_id: prompt.before for prompt in load_prompts(name, config, recipe)}
         for name, config in recipe.eval.benchmarks.items()
     }
-    first, second, third = asked
+    first, second, third = exchanges
     # 13 for the question; 40, 100 and 30 for the exchanges, 8 for the last dialogue's, whose question is too long
     assert filled == {
         "heldout": {"q0": (), "q1": ()},
@@ -116,24 +116,24 @@ def test_a_context_is_filled_with_whole_exchanges_of_other_dialogues(tiny_recipe
 
 def test_a_context_is_filled_as_if_one_exchange_were_added_at_a_time_in_few_renderings(tiny_recipe, monkeypatch):
     random = np.random.default_rng(0)
-    asked = [
+    dialogues = [
         [["a" * n for n in pair] for pair in random.integers(1, 30, (random.integers(1, 4), 2))] for _ in range(30)
     ]
-    held_out(tiny_recipe, *(prompt_line(n, turns=["?" * 9], exchanges=asked[n]) for n in range(30)))
+    held_out(tiny_recipe, *(prompt_line(n, turns=["?" * 9], exchanges=dialogues[n]) for n in range(30)))
     recipe, rendered = with_contexts(tiny_recipe, 900), []
 
     def counted(tokenizer, messages):
-        found = prompt_ids(tokenizer, messages)
-        rendered.append(len(found))
-        return found
+        ids = prompt_ids(tokenizer, messages)
+        rendered.append(len(ids))
+        return ids
 
     monkeypatch.setattr("eval.measure.prompts.prompt_ids", counted)
     filled = load_prompts("long", recipe.eval.benchmarks["heldout-900"], recipe)
     assert sum(tokens > 500 for tokens in rendered) <= 4 * len(filled)
     for place, prompt in enumerate(filled):
         before, now = [], 13
-        for other in [*range(place + 1, 30), *range(place)]:
-            for question, answer in asked[other]:
+        for number in [*range(place + 1, 30), *range(place)]:
+            for question, answer in dialogues[number]:
                 if now + len(question + answer) + 6 > 900:
                     break
                 before, now = [*before, (question, answer)], now + len(question + answer) + 6
@@ -141,17 +141,17 @@ def test_a_context_is_filled_as_if_one_exchange_were_added_at_a_time_in_few_rend
 
 
 @pytest.mark.parametrize(
-    ("tokens", "said"),
+    ("tokens", "message"),
     [
         (1017, "1017 tokens and eval.max_new_tokens=8 exceed the target's 1024 positions: measure a shorter"),
         (40, "the held-out dialogues fill 14 of 40 tokens: raise data.heldout_prompts"),
         (27, "each question takes more than half of 27 tokens"),
     ],
 )
-def test_a_context_that_cannot_be_filled_or_read_is_refused(tiny_recipe, tokens, said):
+def test_a_context_that_cannot_be_filled_or_read_is_refused(tiny_recipe, tokens, message):
     held_out(tiny_recipe, *(prompt_line(n, turns=["?" * 10], exchanges=[]) for n in range(2)))
     recipe = with_contexts(tiny_recipe, tokens)
-    with pytest.raises(PipelineError, match=re.escape(said)):
+    with pytest.raises(PipelineError, match=re.escape(message)):
         load_prompts("long", recipe.eval.benchmarks[f"heldout-{tokens}"], recipe)
 
 
@@ -180,10 +180,10 @@ def test_a_line_that_is_not_json_is_refused(tmp_path, recipe):
     assert f"benchmark bench: {source}, line 2 is not JSON" in refusal(source, recipe)
 
 
-@pytest.mark.parametrize(("held", "wanted"), [(2, 3), (0, 1)])
-def test_too_few_prompts_are_refused(tmp_path, recipe, held, wanted):
+@pytest.mark.parametrize(("held", "required"), [(2, 3), (0, 1)])
+def test_too_few_prompts_are_refused(tmp_path, recipe, held, required):
     source = write_lines(tmp_path / "b.jsonl", *(prompt_line(number) for number in range(held)))
-    complaint = f"{source} holds {held} prompts, eval.benchmarks.bench.prompts asks for {wanted}"
-    assert complaint in refusal(source, recipe, wanted)
+    complaint = f"{source} holds {held} prompts, eval.benchmarks.bench.prompts asks for {required}"
+    assert complaint in refusal(source, recipe, required)
     if not held:
         assert "holds 0 prompts" in refusal(source, recipe)

@@ -1,9 +1,9 @@
-"""A pruned target against the whole one: identity where nothing passes by, and the command itself."""
+"""A pruned target against the full one: identity if no token skips a block, and the command itself."""
 
 import pytest
 import torch
 
-from eval.pruned import losses, main
+from eval.pruned import main, measure_losses
 from pipeline.artifacts.reports import read_rows
 from pipeline.drafts import build
 from pipeline.drafts.parts.layers import shapes_of
@@ -19,7 +19,7 @@ def test_a_target_that_nothing_passes_by_is_the_whole_one(loaded_target, embed_h
     draft.bind(embed_head)
     draft.shares = [0.0, 0.0]
     tokens = torch.tensor([prompt_of(0, 60)])
-    figures = losses(loaded_target, draft, [(tokens, torch.arange(60) > 10)])
+    figures = measure_losses(loaded_target, draft, [(tokens, torch.arange(60) > 10)])
     assert (figures["passed by"], figures["agreement"]) == (0, 1)
     assert figures["acceptance"] == pytest.approx(1, abs=1e-5)
     logits = loaded_target.head(loaded_target.capture(tokens)[0, 10:-1]).log_softmax(-1)
@@ -37,9 +37,9 @@ def test_the_command_writes_rows_and_shows_them(tmp_path, capsys):
     dump_here(recipe)
     train_here((path, recipe.paths.features), run, draft="some")
     call(main, str(path), "--set", f"output={run}")
-    found = {(row.setting["way"], row.figure): row.value for row in read_rows(run / "eval")}
-    assert list(dict.fromkeys(way for way, _ in found)) == ["whole", "trained routers", "static routers"]
-    assert found["whole", "agreement"] == 1
-    assert all(0 < found[way, "agreement"] < 1 for way in ("trained routers", "static routers"))
-    assert found["static routers", "passed by"] == pytest.approx(0.4, abs=0.1)
+    values = {(row.setting["way"], row.figure): row.value for row in read_rows(run / "eval")}
+    assert list(dict.fromkeys(way for way, _ in values)) == ["whole", "trained routers", "static routers"]
+    assert values["whole", "agreement"] == 1
+    assert all(0 < values[way, "agreement"] < 1 for way in ("trained routers", "static routers"))
+    assert values["static routers", "passed by"] == pytest.approx(0.4, abs=0.1)
     assert "|  | some, way whole | 0 |" in capsys.readouterr().out

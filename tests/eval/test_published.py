@@ -1,4 +1,6 @@
-"""Published drafts are fetched by repository and commit and measured beside ours; figures of other machines stay."""
+"""Published drafts are fetched by repository and commit and measured next to the recipe's own; figures of other
+machines stay.
+"""
 
 import json
 import shutil
@@ -13,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from eval import main as evaluation
 from eval.published import recipe_of
-from eval.release.card import index_of, released_method
-from eval.release.publish import earlier
+from eval.release.card import model_index, released_method
+from eval.release.publish import earlier_rows
 from pipeline.artifacts import checkpoint, provenance
 from pipeline.artifacts.published import fetch
 from pipeline.artifacts.reports import Row, read_rows, write_rows
@@ -33,7 +35,7 @@ from tests.pipeline.taught import make_draft, write_release
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """hub(folder, "me/draft"): its content is in the Hub's cache, under `HEAD`."""
+    """A function hub(folder, "me/draft") that puts the folder's content into the Hub's cache, under `HEAD`."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
     def put(folder: Path, repository: str) -> None:
@@ -44,31 +46,31 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.fixture
 def tree(tiny_target, tmp_path) -> dict:
-    """Of a recipe that measures two prompts of a file, and dumps and trains nothing."""
+    """The tree of a recipe that measures two prompts of a file, and dumps and trains nothing."""
     lines = [json.dumps({"question_id": f"q{n}", "category": "", "turns": [f"turn {n}"]}) for n in range(2)]
     (tmp_path / "b.jsonl").write_text("\n".join(lines))
-    found = recipe_tree(tiny_target, tmp_path / "data.json", tmp_path / "run")
-    found["eval"] |= {"benchmarks": {"b": {"source": str(tmp_path / "b.jsonl")}}, "temperatures": [0.0]}
-    found["draft"] = {"jakiro": found["draft"]["jakiro"] | {"window": 5}}
-    return found
+    recipe = recipe_tree(tiny_target, tmp_path / "data.json", tmp_path / "run")
+    recipe["eval"] |= {"benchmarks": {"b": {"source": str(tmp_path / "b.jsonl")}}, "temperatures": [0.0]}
+    recipe["draft"] = {"jakiro": recipe["draft"]["jakiro"] | {"window": 5}}
+    return recipe
 
 
 @pytest.fixture
 def release(tree, loaded_target, embed_head, tmp_path) -> Path:
     """A draft with random weights as somebody released it, without figures."""
-    theirs = Recipe.model_validate(tree | {"output": str(tmp_path / "theirs")})
-    draft = make_draft(loaded_target, embed_head, theirs.draft["jakiro"])
+    owner_recipe = Recipe.model_validate(tree | {"output": str(tmp_path / "theirs")})
+    draft = make_draft(loaded_target, embed_head, owner_recipe.draft["jakiro"])
     method = Method(draft="jakiro", tree=TreeConfig(depth=2, top_k=2, nodes=5))
     facts = {"parameters": 5, "trained_tokens": 7}
-    return write_release(tmp_path / "r", draft, theirs, "jakiro", method, facts)
+    return write_release(tmp_path / "r", draft, owner_recipe, "jakiro", method, facts)
 
 
 def test_the_hubs_index_holds_no_speed_up_that_is_noise():
     where = {"benchmark": "b", "temperature": 0.0}
     tau = Row("decoded", "jakiro", "tau", 1.12, interval=[1.0, 1.3], details={"prompts": 9}, **where)
     for value, bounds, listed in ((1.36, [0.69, 2.38], {"tau"}), (1.1, [1.05, 1.2], {"tau", "speed-up"})):
-        found = {"tau": tau, "speedup": Row("decoded", "jakiro", "speedup", value, interval=bounds, **where)}
-        results = index_of(("b", 0.0, "jakiro"), found, "jakiro")
+        figures = {"tau": tau, "speedup": Row("decoded", "jakiro", "speedup", value, interval=bounds, **where)}
+        results = model_index(("b", 0.0, "jakiro"), figures, "jakiro")
         assert {result.metric_type for result in results} == listed
         assert {result.metric_value for result in results} <= {1.12, 1.1}
 
@@ -82,7 +84,7 @@ def test_drafts_that_beat_the_published_one_are_named_at_the_runs_end(tiny_recip
     monkeypatch.setattr(stages, "read_report", lambda _: {"drafts": drafts, "table": "the table", "plots": {}})
 
     def printed(**means: float) -> str:
-        """Of two benchmarks with these geometric means."""
+        """Return the lines printed for two benchmarks with these geometric means."""
         write_rows(
             recipe.paths.eval,
             [
@@ -94,9 +96,9 @@ def test_drafts_that_beat_the_published_one_are_named_at_the_runs_end(tiny_recip
         stages._print_release(recipe)
         return capsys.readouterr().out
 
-    said = printed(jakiro=1.4, eagle=1.5, lookup=1.6)
-    assert said.startswith("the table\n") and "faster than the released `jakiro` (1.40x" in said
-    assert ": `lookup` (1.60x), `eagle` (1.50x)." in said
+    message = printed(jakiro=1.4, eagle=1.5, lookup=1.6)
+    assert message.startswith("the table\n") and "faster than the released `jakiro` (1.40x" in message
+    assert ": `lookup` (1.60x), `eagle` (1.50x)." in message
     assert "faster than" not in printed(jakiro=1.4, eagle=1.4, lookup=0.9)
 
 
@@ -108,10 +110,10 @@ def test_a_release_of_ours_is_fetched_once_with_its_weights_and_its_facts(tree, 
     hub(release, "me/draft")
     recipe = published(tree)
     assert recipe.to_train == [] and recipe.trained == ["jakiro"]
-    said: list[str] = []
-    fetch(recipe, said.append)
-    fetch(recipe, said.append)
-    assert said == [f"jakiro: fetched from me/draft, revision {HEAD}"]
+    messages: list[str] = []
+    fetch(recipe, messages.append)
+    fetch(recipe, messages.append)
+    assert messages == [f"jakiro: fetched from me/draft, revision {HEAD}"]
     saved = checkpoint.require_trained_under(recipe, "jakiro")
     assert saved.weights_sha256 == sha256(release / checkpoint.WEIGHTS)
     assert saved.training["published"] == {"repository": "me/draft", "revision": HEAD}
@@ -121,7 +123,7 @@ def test_a_release_of_ours_is_fetched_once_with_its_weights_and_its_facts(tree, 
 
 
 def test_a_draft_of_others_is_imported(tree, release, hub, tmp_path):
-    """As vLLM loads it: without our config."""
+    """The draft lies as vLLM loads it: without this project's config."""
     export(release, "vllm", tmp_path / "exported")
     hub(tmp_path / "exported", "they/draft")
     recipe = published(tree, "they/draft")
@@ -132,18 +134,18 @@ def test_a_draft_of_others_is_imported(tree, release, hub, tmp_path):
 
 
 def test_a_draft_in_several_files_is_fetched_by_its_index(tree, release, tmp_path, monkeypatch):
-    """Only what is asked for comes."""
+    """Only requested files are fetched."""
     export(release, "vllm", tmp_path / "exported")
-    weights, asked = load_file(tmp_path / "exported/model.safetensors"), []
+    weights, patterns = load_file(tmp_path / "exported/model.safetensors"), []
     parts = {f"part-{n}.safetensors": dict(list(weights.items())[n::2]) for n in range(2)}
-    for file, own in parts.items():
-        save_file(own, tmp_path / "exported" / file)
-    index = {"weight_map": {name: file for file, own in parts.items() for name in own}}
+    for file, tensors in parts.items():
+        save_file(tensors, tmp_path / "exported" / file)
+    index = {"weight_map": {name: file for file, tensors in parts.items() for name in tensors}}
     (tmp_path / "exported/model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "exported/model.safetensors").unlink()
 
     def download(repository, *, revision, allow_patterns):
-        asked.append(allow_patterns)
+        patterns.append(allow_patterns)
         (tmp_path / "cache").mkdir(exist_ok=True)
         for path in (tmp_path / "exported").iterdir():
             if any(fnmatch(path.name, pattern) for pattern in allow_patterns):
@@ -153,7 +155,7 @@ def test_a_draft_in_several_files_is_fetched_by_its_index(tree, release, tmp_pat
     monkeypatch.setattr("pipeline.artifacts.published.snapshot_download", download)
     fetch(published(tree, "they/draft"))
     saved = checkpoint.require_trained_under(published(tree, "they/draft"), "jakiro")
-    assert saved.weights_sha256 == sha256(release / checkpoint.WEIGHTS) and asked[1] == sorted(parts)
+    assert saved.weights_sha256 == sha256(release / checkpoint.WEIGHTS) and patterns[1] == sorted(parts)
 
 
 def test_what_is_not_there_or_does_not_fit_is_refused(tree, release, hub, tmp_path):
@@ -170,22 +172,22 @@ def test_what_is_not_there_or_does_not_fit_is_refused(tree, release, hub, tmp_pa
     with pytest.raises(PipelineError, match="target"):
         fetch(published(tree | {"output": str(tmp_path / "other")}, "me/other-target"))
     tree["draft"]["jakiro"]["contrast"] = "scalar"
-    said = r"other settings than draft\.jakiro: set draft\.jakiro\.contrast='router' \(here 'scalar'\)"
-    with pytest.raises(PipelineError, match=said):
+    message = r"other settings than draft\.jakiro: set draft\.jakiro\.contrast='router' \(here 'scalar'\)"
+    with pytest.raises(PipelineError, match=message):
         fetch(published(tree | {"output": str(tmp_path / "third")}))
     assert not (tmp_path / "third/drafts/jakiro/config.json").exists()
 
 
 @pytest.mark.parametrize(
-    ("name", "address", "said"),
+    ("name", "address", "message"),
     [
         ("jakiro", "a/b@main", "'a/b@main': expected OWNER/NAME@COMMIT of the Hub, the commit in 40 hex digits"),
         ("jakiro", f"/a/folder@{HEAD}", "expected OWNER/NAME@COMMIT"),
         ("eagle", f"a/b@{HEAD}", r"published\.eagle is no draft"),
     ],
 )
-def test_what_names_no_commit_of_a_draft_is_refused(tree, name, address, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_names_no_commit_of_a_draft_is_refused(tree, name, address, message):
+    with pytest.raises(ValueError, match=message):
         Recipe.model_validate(tree | {"published": {name: address}})
 
 
@@ -212,24 +214,24 @@ def test_it_is_measured_and_what_another_machine_measured_of_the_same_weights_st
 
 
 def row_of(weights: str = "w", **changes) -> Row:
-    """A row, but for these fields of it or of its origin."""
+    """Return a row with these fields of it or of its origin changed."""
     origin = {"hardware": "A", "settings": {"dtype": "float32"}, "tree": {"nodes": 7}, "code_revision": "new"}
     origin = {key: changes.pop(key, value) for key, value in origin.items()} | {"weights_sha256": weights}
     return replace(Row("decoded", "jakiro", "tau", 2.0, "b", 0.0, origin=origin), **changes)
 
 
 def test_only_the_same_measurement_is_replaced(tmp_path):
-    """Whatever the code; and of the same weights."""
-    others = [{"benchmark": "c"}, {"temperature": 1.0}, {"method": "other"}, {"instrument": "served"}]
-    others += [{"hardware": "B"}, {"settings": {"dtype": "bfloat16"}}, {"tree": {"nodes": 5}}]
-    kept = [row_of(**other, value=1.4) for other in others]
-    write_rows(tmp_path, [row_of(code_revision="old", value=1.0), *kept, row_of("x", hardware="C")])
-    assert earlier(tmp_path, "w", [row_of()]) == kept
-    assert earlier(tmp_path / "nothing", "w", [row_of()]) == []
+    """The code revision does not matter; the weights do."""
+    changes = [{"benchmark": "c"}, {"temperature": 1.0}, {"method": "other"}, {"instrument": "served"}]
+    changes += [{"hardware": "B"}, {"settings": {"dtype": "bfloat16"}}, {"tree": {"nodes": 5}}]
+    kept_rows = [row_of(**change, value=1.4) for change in changes]
+    write_rows(tmp_path, [row_of(code_revision="old", value=1.0), *kept_rows, row_of("x", hardware="C")])
+    assert earlier_rows(tmp_path, "w", [row_of()]) == kept_rows
+    assert earlier_rows(tmp_path / "nothing", "w", [row_of()]) == []
 
 
 def test_the_released_method_is_the_fastest_at_the_benchmarks_own_lengths(tiny_recipe):
-    """Those of "heldout:TOKENS" ask the same questions again; they decide where nothing else was measured."""
+    """Benchmarks "heldout:TOKENS" ask the same questions again; they decide only if nothing else was measured."""
     tree = tiny_recipe.model_dump(mode="json")
     tree["eval"]["benchmarks"] |= {f"heldout-{count}": {"source": f"heldout:{count}"} for count in (60, 90)}
     facts = {"method": Method(draft="jakiro").to_json(), "corpora": []}
@@ -240,12 +242,12 @@ def test_the_released_method_is_the_fastest_at_the_benchmarks_own_lengths(tiny_r
         for method, value in zip(("jakiro", "jakiro-tuned"), values, strict=True)
     ]
     measured = {"drafts": dict.fromkeys(("jakiro", "jakiro-tuned"), facts)}
-    for given, expected in ((rows, "jakiro"), (rows[2:], "jakiro-tuned")):
-        assert released_method(Recipe.model_validate(tree), measured, given) == expected
+    for measured_rows, expected in ((rows, "jakiro"), (rows[2:], "jakiro-tuned")):
+        assert released_method(Recipe.model_validate(tree), measured, measured_rows) == expected
 
 
 def test_a_published_draft_changes_nothing_of_what_is_dumped_and_trained(tiny_recipe):
-    """An EAGLE-3 draft wants three more states of every token, but only from who trains it."""
+    """An EAGLE-3 draft requires three more states of every token, but only to train it."""
     tree = tiny_recipe.model_dump(mode="json")
     tree["draft"]["theirs"] = {"kind": "eagle3"}
     dumped = Recipe.model_validate(tree)
@@ -257,25 +259,25 @@ def test_a_published_draft_changes_nothing_of_what_is_dumped_and_trained(tiny_re
 
 
 @pytest.fixture
-def there(tmp_path, monkeypatch) -> Iterator[Hub]:
-    """A Hub that is asked, and its cache."""
+def local_hub(tmp_path, monkeypatch) -> Iterator[Hub]:
+    """A local Hub that answers requests, and its cache."""
     monkeypatch.chdir(tmp_path)
     with Hub(exists=True) as hub, reached(monkeypatch, hub, HF_HUB_CACHE=str(tmp_path / "hub")):
         yield hub
 
 
 def measure(tiny_target, *arguments: str) -> None:
-    """At the least: two prompts that come with the project."""
+    """The default is measured at least: two prompts that come with the project."""
     settings = [f"target.model={tiny_target}", "eval.benchmarks.humaneval.prompts=2", "eval.max_new_tokens=4"]
     call(evaluation.main, *arguments, *override_arguments(settings))
 
 
 @pytest.mark.real
-def test_a_release_is_measured_by_its_address(tiny_target, release, there, capsys):
-    there.files = {path.name: path.read_bytes() for path in release.iterdir()}
+def test_a_release_is_measured_by_its_address(tiny_target, release, local_hub, capsys):
+    local_hub.files = {path.name: path.read_bytes() for path in release.iterdir()}
     measure(tiny_target, "me/draft")
     shown, run = capsys.readouterr().out, Path(f"runs/me/draft/{HEAD[:12]}")
-    assert f"me/draft, revision {HEAD}: measured as {run}/recipe.json says" in shown
+    assert f"me/draft, revision {HEAD}: measured as described in {run}/recipe.json" in shown
     assert "not measured, for their prompts are its makers': b\nmeasured instead: humaneval" in shown
     rows = [row for row in read_rows(run / "release") if row.figure == "tau"]
     assert {(row.origin["hardware"], row.benchmark, row.method) for row in rows} == {
@@ -283,20 +285,20 @@ def test_a_release_is_measured_by_its_address(tiny_target, release, there, capsy
     }
 
 
-def test_what_is_no_release_of_ours_and_no_recipe_is_told(tiny_target, there):
-    there.files = {"config.json": b'{"architectures": ["TheirDraft"]}'}
+def test_what_is_no_release_of_ours_and_no_recipe_is_told(tiny_target, local_hub):
+    local_hub.files = {"config.json": b'{"architectures": ["TheirDraft"]}'}
     with pytest.raises(PipelineError, match="me/draft is no release of this project: name its kind and settings in"):
         measure(tiny_target, "me/draft")
-    there.exists = False
+    local_hub.exists = False
     with pytest.raises(PipelineError, match=r"refused the reading of me/draft \(404\).* It is no recipe here, either"):
         measure(tiny_target, "me/draft")
     with pytest.raises(PipelineError, match=r"recipe me/draft\.toml does not exist"):
         measure(tiny_target, "me/draft.toml")
 
 
-def test_a_release_brings_its_sealed_template(release, there):
+def test_a_release_brings_its_sealed_template(release, local_hub):
     (release / "chat_template.jinja").write_text("{{ messages }}")
     checkpoint.seal_files(release)
-    there.files = {path.name: path.read_bytes() for path in release.iterdir()}
+    local_hub.files = {path.name: path.read_bytes() for path in release.iterdir()}
     path, _ = recipe_of("me/draft", ["target.model=me/target"])
     assert Path(load_recipe(path, []).target.chat_template).read_text() == "{{ messages }}"

@@ -1,5 +1,5 @@
-"""An upload to a Hub that fails in every way a server can: one line that says why and what is there now; the next try
-completes.
+"""Upload to a Hub that fails in every way a server can: one line with the reason and the state of the repository; the
+next try completes.
 """
 
 import re
@@ -13,7 +13,7 @@ from eval.release.publish import push
 from pipeline.artifacts.reports import REPORT
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_sealed
-from tests.eval.test_reports import FOUND
+from tests.eval.test_reports import REPORT_FIELDS
 from tests.hub import Hub, hurry, reach, reached
 
 LISTED = {"README.md", "model.safetensors", "report.json"}
@@ -25,7 +25,7 @@ def release(tmp_path) -> Path:
     built.mkdir()
     (built / "README.md").write_text("---\nlicense: apache-2.0\n---\n\nthe card")
     (built / "model.safetensors").write_bytes(bytes(1000))
-    write_sealed(built / REPORT, FOUND)
+    write_sealed(built / REPORT, REPORT_FIELDS)
     install(built, tmp_path / "release")
     return tmp_path / "release"
 
@@ -46,11 +46,11 @@ def refusal(release: Path) -> str:
 
 
 NOTHING = "Nothing was uploaded."
-THERE = "is there, and each commit arrives as a whole or not at all."
+EXISTS = "is there, and each commit arrives as a whole or not at all."
 
 
 @pytest.mark.parametrize(
-    ("where", "fault", "why", "now"),
+    ("where", "fault", "reason", "now"),
     [
         ("repos/create", "hang", r"did not answer in time \(5 s to connect, 0.3 s for an answer\)", NOTHING),
         ("repos/create", "html", "gave no answer of a Hub: check HF_ENDPOINT", NOTHING),
@@ -58,24 +58,24 @@ THERE = "is there, and each commit arrives as a whole or not at all."
         ("repos/create", 503, r"failed \(503\): that is its own fault, not your token's", NOTHING),
         ("repos/create", 403, r"refused the upload to me/draft \(403\): check that HF_TOKEN is valid", NOTHING),
         ("repos/create", 404, r"refused the upload to me/draft \(404\): it knows no such owner", NOTHING),
-        ("api/models/me/draft", 500, r"failed \(500\): that is its own fault", THERE),
+        ("api/models/me/draft", 500, r"failed \(500\): that is its own fault", EXISTS),
         ("validate-yaml", 502, r"failed \(502\): that is its own fault", NOTHING),
-        ("preupload", 401, r"refused the upload to me/draft \(401\): check that HF_TOKEN", THERE),
-        ("objects/", 500, r"failed \(500\)", THERE),
-        ("/store/", "cut", r"cannot be reached at http://127.0.0.1:\d+ \(\w+\)", THERE),
-        ("/commit/", "hang", "did not answer in time", THERE),
-        ("/commit/", 409, r"refused the upload to me/draft \(409\)", THERE),
-        ("/commit/", 504, r"failed \(504\)", THERE),
+        ("preupload", 401, r"refused the upload to me/draft \(401\): check that HF_TOKEN", EXISTS),
+        ("objects/", 500, r"failed \(500\)", EXISTS),
+        ("/store/", "cut", r"cannot be reached at http://127.0.0.1:\d+ \(\w+\)", EXISTS),
+        ("/commit/", "hang", "did not answer in time", EXISTS),
+        ("/commit/", 409, r"refused the upload to me/draft \(409\)", EXISTS),
+        ("/commit/", 504, r"failed \(504\)", EXISTS),
     ],
 )
-def test_every_failure_is_one_line_and_the_next_try_completes(release, hub, monkeypatch, where, fault, why, now):
-    """What was uploaded before a commit failed is not sent again."""
+def test_every_failure_is_one_line_and_the_next_try_completes(release, hub, monkeypatch, where, fault, reason, now):
+    """Files that were uploaded before a commit failed are not sent again."""
     hub.faults[where] = fault
     with monkeypatch.context() as while_it_fails:
         if fault == "hang":
             hurry(while_it_fails, 0.3)
         message = refusal(release)
-    assert re.search(why, message) and now in message
+    assert re.search(reason, message) and now in message
     assert ("token" in message.lower()) == (fault in (401, 403, 404, 500, 502, 503, 504))
     assert not hub.files
     hub.faults.clear()
@@ -87,14 +87,14 @@ def test_every_failure_is_one_line_and_the_next_try_completes(release, hub, monk
 
 
 @pytest.mark.parametrize(
-    ("card", "why"), [("---\nlicense: mit\n---\n", "as the test wants it"), ("---\n{\n---\n", "expected")]
+    ("card", "reason"), [("---\nlicense: mit\n---\n", "as the test wants it"), ("---\n{\n---\n", "expected")]
 )
-def test_a_card_that_the_hub_refuses_leaves_no_empty_repository(release, hub, card, why):
-    """Or that is no YAML."""
+def test_a_card_that_the_hub_refuses_leaves_no_empty_repository(release, hub, card, reason):
+    """A card that is no YAML is refused as well."""
     (release / "README.md").write_text(card)
     hub.faults["validate-yaml"] = 400
     message = refusal(release)
-    assert "was refused: " in message and why in message and NOTHING in message
+    assert "was refused: " in message and reason in message and NOTHING in message
     assert not hub.exists and not hub.created
 
 
@@ -109,22 +109,22 @@ def test_a_hub_that_is_not_there_is_told(release, hub, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("hidden", "seen"),
+    ("hidden", "visibility"),
     [
         (True, " (a private repository)"),
         (False, " (a public repository; it was so before, and --push changes no existing repository)"),
         (None, ""),
     ],
 )
-def test_a_repository_that_exists_is_left_as_it_is_and_who_sees_it_is_said(release, hub, hidden, seen):
+def test_a_repository_that_exists_is_left_as_it_is_and_who_sees_it_is_said(release, hub, hidden, visibility):
     hub.exists, hub.private = True, hidden
     (line,) = push(release, "me/draft", private=True)
-    assert line.endswith(f"/commit/{'1' * 40}{seen}")
+    assert line.endswith(f"/commit/{'1' * 40}{visibility}")
     assert not hub.created and not [request for request in hub.requests if "settings" in request]
 
 
 def test_only_what_the_release_lists_is_uploaded_and_the_rest_is_told(release, hub):
-    """An edited card is; the release's own one beside it is not."""
+    """An edited card is uploaded; the release's own card next to it is not."""
     for name in ("notes.txt", "secrets/key", "README.new.md"):
         (release / name).parent.mkdir(exist_ok=True)
         (release / name).write_text("mine")

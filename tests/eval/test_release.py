@@ -1,5 +1,5 @@
-"""The release folder: what the release made is replaced, what the user did there stays, and a kill in between is
-mended.
+"""The release folder: what the release made is replaced, the user's files stay, and an interrupted installation is
+completed.
 """
 
 from pathlib import Path
@@ -39,7 +39,7 @@ def put(run: Path, files: dict[str, str]) -> list[str]:
 
 
 def held(run: Path) -> dict[str, str]:
-    """Names and contents, without the list."""
+    """Return names and contents, without the list."""
     return {name: (run / "release" / name).read_text() for name in files_in(run / "release") if name != RELEASE}
 
 
@@ -68,8 +68,8 @@ def test_a_folder_in_the_release_is_replaced_and_what_a_user_did_in_it_stays(run
     (inner / "mine.py").write_text("mine")
     (inner / "part.py").write_text("edited")
     assert len(put(run, SECOND | {"custom_generate/generate.py": "other"})) == 1
-    kept = {"custom_generate/mine.py": "mine", "custom_generate/part.py": "edited"}
-    assert held(run) == SECOND | kept | {"custom_generate/generate.py": "other"}
+    user_files = {"custom_generate/mine.py": "mine", "custom_generate/part.py": "edited"}
+    assert held(run) == SECOND | user_files | {"custom_generate/generate.py": "other"}
     assert_list_is_true(run)
 
 
@@ -82,8 +82,8 @@ def test_a_link_or_a_file_in_a_folders_place_is_moved_aside_and_not_followed(run
         inner.symlink_to(elsewhere)
     else:
         inner.write_text("mine")
-    (said,) = put(run, SECOND | {"custom_generate/generate.py": "other"})
-    assert "custom_generate is a folder of the release; yours is now custom_generate.edited" in said
+    (note,) = put(run, SECOND | {"custom_generate/generate.py": "other"})
+    assert "custom_generate is a folder of the release; yours is now custom_generate.edited" in note
     assert {path.name: path.read_text() for path in elsewhere.iterdir()} == {"generate.py": "code", "part.py": "more"}
     assert (inner / "generate.py").read_text() == "other" and not inner.is_symlink()
     assert_list_is_true(run)
@@ -111,7 +111,8 @@ def test_an_edited_card_stays_and_the_new_one_is_beside_it(run):
 
 def test_another_edited_file_goes_aside_and_the_releases_own_is_what_was_measured(run):
     replace_once(run / "release/config.json", "{}", "mine")
-    assert put(run, SECOND) == ["config.json is measured or made anew; your edited version is now config.edited.json"]
+    [note] = put(run, SECOND)
+    assert note == "config.json is measured or written again; your edited version is now config.edited.json"
     assert held(run) == SECOND | {"config.edited.json": "mine"}
     replace_once(run / "release/config.json", "{ }", "mine again")
     assert "config.edited-2.json" in put(run, SECOND)[0]
@@ -188,11 +189,11 @@ def test_an_empty_folder_is_filled(tmp_path):
 
 
 class Killed(BaseException):
-    """Nobody catches it."""
+    """An exception that no handler catches."""
 
 
 def kill_after(steps: int, patch: pytest.MonkeyPatch) -> None:
-    """Each renaming and removal is a step; the first one beyond `steps` does not happen, nor does anything after it."""
+    """Stop after `steps` renamings and removals: the next one and everything after it do not happen."""
     left = [steps]
 
     def counted(function):
@@ -210,7 +211,7 @@ def kill_after(steps: int, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("first", [False, True], ids=["over another", "the first one"])
 def test_killed_anywhere_the_same_command_completes_it(tmp_path, monkeypatch, first):
-    """What the user edited is there afterwards, under one name or the other."""
+    """Files that the user edited still exist afterwards, under their own name or the new one."""
     expected = dict(SECOND)
     if not first:
         expected |= {"README.md": "my card", "config.edited.json": "mine", "README.new.md": "another card"}

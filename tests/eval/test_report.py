@@ -1,4 +1,4 @@
-"""Figures are pooled counts with intervals over prompts, and no speed is told of a draft that loses something."""
+"""Figures are pooled counts with intervals over prompts, and no speed is reported for a draft that is not lossless."""
 
 import json
 import math
@@ -27,18 +27,21 @@ def ratio(numerators, denominators, axis):
 
 def test_the_interval_is_the_same_every_time_and_holds_the_statistic():
     sample = np.random.default_rng(1).normal(5, 1, 60)
-    low, high = report.interval(mean, sample)
-    assert [low, high] == report.interval(mean, sample)
+    low, high = report.bootstrap_interval(mean, sample)
+    assert [low, high] == report.bootstrap_interval(mean, sample)
     assert low < sample.mean() < high
     standard_error = sample.std(ddof=1) / math.sqrt(len(sample))
     assert abs((high - low) / (2 * 1.96 * standard_error) - 1) < 0.15
-    assert report.interval(mean, np.array([])) is None and report.interval(mean, np.array([1.0])) is None
+    assert (
+        report.bootstrap_interval(mean, np.array([])) is None
+        and report.bootstrap_interval(mean, np.array([1.0])) is None
+    )
 
 
 def test_the_interval_resamples_prompts_as_pairs():
     """Numerator and denominator of one prompt belong together: a constant ratio has no spread."""
     passes = np.arange(1.0, 30.0)
-    assert report.interval(ratio, 3 * passes, passes) == [3.0, 3.0]
+    assert report.bootstrap_interval(ratio, 3 * passes, passes) == [3.0, 3.0]
 
 
 # -- figures ---------------------------------------------------------------------------------------------------------
@@ -83,38 +86,38 @@ def rows(drafted, baseline, gate) -> list[Row]:
 
 
 def values(*measured) -> dict:
-    """By figure."""
+    """Return the values by figure."""
     return {row.figure: row.value for row in rows(*measured)}
 
 
 def test_tau_is_pooled_over_all_answers(drafted, baseline):
-    found = rows(drafted, baseline, PASSED)
-    assert {(row.benchmark, row.temperature, row.method, row.origin["run"]) for row in found} == {
+    figure_rows = rows(drafted, baseline, PASSED)
+    assert {(row.benchmark, row.temperature, row.method, row.origin["run"]) for row in figure_rows} == {
         ("bench", 0.0, "draft", "r")
     }
-    tau = found[0]
+    tau = figure_rows[0]
     assert (tau.figure, tau.value, tau.interval) == ("tau", 4.0, [2.0, 5.0])
     assert (tau.details["prompts"], tau.details["answers"]) == (2, 4)
     assert (tau.details["tokens"], tau.details["passes"]) == (2 * (4 + 20), 2 * (2 + 4))
     figures = values(drafted, baseline, PASSED)
     assert figures["tau_legacy"] == round((5 / 1 + 22 / 3) / 2, 4)  # the mean over prompts
     assert [figures[f"accepted at depth {n}"] for n in range(1, 5)] == [1.0, round(8 / 12, 4), 1.0, 1.0]
-    json.dumps([asdict(row) for row in found], allow_nan=False)
+    json.dumps([asdict(row) for row in figure_rows], allow_nan=False)
 
 
 def test_speed_is_time_per_token_over_time_per_token(drafted, baseline):
     figures = values(drafted, baseline, PASSED)
-    plain, ours = 32 / 48, 10 / 48  # 4 + 4 + 20 + 20 tokens behind the first ones
-    assert figures["speedup"] == round(plain / ours, 4)
+    plain, drafted_time = 32 / 48, 10 / 48  # 4 + 4 + 20 + 20 tokens behind the first ones
+    assert figures["speedup"] == round(plain / drafted_time, 4)
     assert figures["plain_ms_per_token"] == round(1000 * plain, 3)
-    assert figures["ms_per_token"] == round(1000 * ours, 3)
+    assert figures["ms_per_token"] == round(1000 * drafted_time, 3)
 
 
 def test_speed_does_not_reward_shorter_answers():
-    """At T > 0 the two methods' answers differ in length: seconds alone would be no fair measure."""
+    """The two methods' answers differ in length at T > 0: seconds alone would be no fair measure."""
     drafted, baseline = records("draft", [generation(11, 5.0, [(0, 10)])]), records(PLAIN, [generation(41, 20.0)])
-    found = rows(drafted, baseline, Gate(1.0, drawn=True, checked=1, rounds=1, places=EVEN))
-    assert [(row.value, row.interval) for row in found if row.figure == "speedup"] == [(1.0, None)]
+    figure_rows = rows(drafted, baseline, Gate(1.0, drawn=True, checked=1, rounds=1, places=EVEN))
+    assert [(row.value, row.interval) for row in figure_rows if row.figure == "speedup"] == [(1.0, None)]
 
 
 def test_an_answer_that_ended_with_its_first_token_counts_for_no_pass(baseline):
@@ -145,8 +148,8 @@ def test_an_answer_that_ended_with_its_first_token_counts_for_no_pass(baseline):
     ],
 )
 def test_no_speed_is_given_where_the_gate_failed(drafted, baseline, gate):
-    found, figures = rows(drafted, baseline, gate), values(drafted, baseline, gate)
-    assert figures["lossless"] == 0 and not report.lossless(found)
+    figure_rows, figures = rows(drafted, baseline, gate), values(drafted, baseline, gate)
+    assert figures["lossless"] == 0 and not report.is_lossless(figure_rows)
     assert figures["speedup"] is None and not [figure for figure in figures if "ms" in figure]
     assert figures["tau"] == 4.0
 
@@ -162,32 +165,32 @@ def test_no_speed_is_given_where_the_gate_failed(drafted, baseline, gate):
     ids=["identical", "near tie", "within rounding", "identical with the same numbers"],
 )
 def test_a_speed_is_given_where_the_gate_passed(drafted, baseline, gate):
-    found = rows(drafted, baseline, gate)
-    assert values(drafted, baseline, gate)["speedup"] == 3.2 and report.lossless(found)
+    figure_rows = rows(drafted, baseline, gate)
+    assert values(drafted, baseline, gate)["speedup"] == 3.2 and report.is_lossless(figure_rows)
 
 
 def test_rows_have_the_counts_of_tau_and_know_the_plain_answers(drafted, baseline):
     tau = rows(drafted, baseline, PASSED)[0]
     assert tau.counts == {"q0": [8, 4], "q1": [40, 8]} and tau.value == 48 / 12
-    answers = [replace(one, generation=replace(one.generation, tokens=[7, 7])) for one in baseline[:2]]
-    other = rows(drafted, [*answers, *baseline[2:]], PASSED)[0]
-    assert other.answers["q0"] != tau.answers["q0"] and other.answers["q1"] == tau.answers["q1"]
+    answers = [replace(record, generation=replace(record.generation, tokens=[7, 7])) for record in baseline[:2]]
+    changed_row = rows(drafted, [*answers, *baseline[2:]], PASSED)[0]
+    assert changed_row.answers["q0"] != tau.answers["q0"] and changed_row.answers["q1"] == tau.answers["q1"]
 
 
 def test_the_table_shows_speed_and_proof(drafted, baseline):
     passed = rows(drafted, baseline, PASSED)
-    line = report.table(passed).splitlines()[-1]
+    line = report.format_table(passed).splitlines()[-1]
     assert line.startswith("| bench | 0 | draft | 2 | 4.00 [2.00, 5.00] | 3.20 [")
     assert "]x | 208.3, 666.7 | 4 of 4 identical | " in line
     assert line.endswith("| 6.17 |")
     failed = [replace(row, method="other") for row in rows(drafted, baseline, FAILED)]
-    line = report.table([*passed, *failed]).splitlines()[-1]
+    line = report.format_table([*passed, *failed]).splitlines()[-1]
     assert "| withheld | withheld | NO: 2 of 4 identical, 1 near ties |" in line
-    assert not report.lossless([*passed, *failed])  # one failed gate is enough
+    assert not report.is_lossless([*passed, *failed])  # one failed gate is enough
 
 
 def test_a_speed_up_that_proves_nothing_is_marked_as_noise(drafted, baseline):
-    found = rows(drafted, baseline, PASSED)
+    figure_rows = rows(drafted, baseline, PASSED)
     for value, bounds, noise in (
         (1.36, [0.69, 2.38], True),  # its interval holds 1
         (0.9, [0.8, 1.0], True),
@@ -198,24 +201,26 @@ def test_a_speed_up_that_proves_nothing_is_marked_as_noise(drafted, baseline):
         (1.36, None, True),  # of one prompt
         (None, None, False),
     ):
-        changed = [replace(row, value=value, interval=bounds) if row.figure == "speedup" else row for row in found]
-        for table in (report.table, report.summary):
+        changed = [
+            replace(row, value=value, interval=bounds) if row.figure == "speedup" else row for row in figure_rows
+        ]
+        for table in (report.format_table, report.format_summary):
             assert ("x noise " in table(changed).splitlines()[-1]) == noise, (value, bounds)
-        assert ("x noise |" in report.headline(report.by_place(changed))) == noise
+        assert ("x noise |" in report.format_headline(report.by_place(changed))) == noise
         assert report.has_noise(report.by_place(changed).values()) == noise
 
 
 def test_the_summary_fits_a_terminal_and_loses_no_letter(drafted, baseline):
     names = ("jakiro-with-prompt-lookup-and-more-tuned", "x" * 90)
     wide = {"benchmark": "natural-questions-2048", "interval": [11.111, 22.222]}
-    found = rows(drafted, baseline, PASSED)
-    table = report.summary([replace(row, method=name, **wide) for name in names for row in found])
+    figure_rows = rows(drafted, baseline, PASSED)
+    table = report.format_summary([replace(row, method=name, **wide) for name in names for row in figure_rows])
     lines = table.splitlines()
     assert {len(line) for line in lines} == {100}
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     joined = ["".join(column) for column in zip(*cells[2:], strict=True)]
     assert joined[2] == "".join(names) and joined[0] == 2 * "natural-questions-2048"
-    narrow = report.summary(found).splitlines()
+    narrow = report.format_summary(figure_rows).splitlines()
     assert len(narrow) == 3 and narrow[2].startswith("| bench     | 0 | draft  | 4.00 [2.00, 5.00] | 3.20 [")
 
 
@@ -224,14 +229,14 @@ def test_answers_in_circles_are_counted_and_the_others_have_figures_of_their_own
     circle = replace(generation(41, 40.0), tokens=[1, 2] * 20 + [1])
     copied = replace(generation(41, 10.0, [(9, 10)] * 4), tokens=circle.tokens)
     more, less = records("draft", *[[copied]] * 3)[2:], records(PLAIN, *[[circle]] * 3)[2:]
-    found, alone = rows([*drafted, *more], [*baseline, *less], PASSED), rows(drafted, baseline, PASSED)
-    tau = found[0]
+    figure_rows, alone = rows([*drafted, *more], [*baseline, *less], PASSED), rows(drafted, baseline, PASSED)
+    tau = figure_rows[0]
     assert (tau.details["answers"], tau.details["answers_in_circles"], tau.value > 4) == (5, 1, True)
-    assert [(row.figure, row.value, row.interval) for row in found if "circles" in row.figure] == [
+    assert [(row.figure, row.value, row.interval) for row in figure_rows if "circles" in row.figure] == [
         (f"{row.figure} without circles", row.value, row.interval) for row in alone if row.figure in ("tau", "speedup")
     ]
     assert alone[0].details["answers_in_circles"] == 0
     assert not [row for row in alone if "circles" in row.figure]
-    lines = report.table(found).splitlines()
+    lines = report.format_table(figure_rows).splitlines()
     assert lines[0].endswith("| answers in circles; without them |")
     assert lines[-1].endswith("| 1 of 5; tau 4.00, 3.20x |")

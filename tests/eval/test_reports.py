@@ -1,4 +1,4 @@
-"""What is kept of a run: a changed figure is refused by whoever reads it, and no file elsewhere is named."""
+"""The files kept of a run: every reader refuses a changed figure, and no file elsewhere is named."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from eval import main as evaluation
 from eval.measure.harness import EvalTask
 from eval.measure.prompts import Prompt
-from eval.measure.tasks import RECORDS, Job
+from eval.measure.tasks import RECORDS, EvalJob
 from pipeline.artifacts.reports import (
     REPORT,
     ROWS,
@@ -24,7 +24,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_sealed
 from tests.kit import change_sealed, replace_once
 
-FOUND = {
+REPORT_FIELDS = {
     "name": "run",
     "provenance": {"hardware": "one", "recipe_hash": "0"},
     "target": "T",
@@ -41,7 +41,7 @@ FOUND = {
 @pytest.fixture
 def path(tmp_path):
     (tmp_path / "eval").mkdir()
-    write_sealed(tmp_path / "eval" / REPORT, FOUND)
+    write_sealed(tmp_path / "eval" / REPORT, REPORT_FIELDS)
     return tmp_path / "eval" / REPORT
 
 
@@ -53,7 +53,7 @@ OLD = {"old": {"draft": "old", "tree": {"nodes": 8}}}  # as a version before wro
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (
             lambda path: replace_once(path, '"hardware": "one"', '"hardware": "a large GPU"'),
@@ -67,17 +67,17 @@ OLD = {"old": {"draft": "old", "tree": {"nodes": 8}}}  # as a version before wro
         ),
     ],
 )
-def test_what_is_no_report_is_refused(path, change, told):
-    assert read_report(path) == FOUND
+def test_what_is_no_report_is_refused(path, change, message):
+    assert read_report(path) == REPORT_FIELDS
     change(path)
-    with pytest.raises(PipelineError, match=f"report.json{told}"):
+    with pytest.raises(PipelineError, match=f"report.json{message}"):
         read_report(path)
 
 
 def test_rows_that_are_not_those_of_the_report_are_refused(path):
-    """Lines that were removed or cut off are seen before, by whoever reads the table."""
+    """Every reader of the table notices lines that were removed or cut off."""
     rows = [Row("decoded", "draft", "tau", 2.5), Row("decoded", "draft", "lossless", 0)]
-    report = FOUND | {"rows": digest_of(rows)}
+    report = REPORT_FIELDS | {"rows": digest_of(rows)}
     put_rows(path.parent, [*rows, Row("served", "draft", "tau", 1.0)])
     assert measured_rows(path.parent, report) == rows
     lines = (path.parent / ROWS).read_text().splitlines(keepends=True)
@@ -109,7 +109,7 @@ def test_a_tuned_tree_that_was_changed_or_is_of_a_version_before_is_refused(tiny
 def test_a_damaged_table_is_told_before_anything_is_decoded(tiny_recipe):
     tiny_recipe.paths.eval.mkdir(parents=True, exist_ok=True)
     (tiny_recipe.paths.eval / ROWS).write_text("{}\n")
-    job = Job(tiny_recipe, {}, {}, [EvalTask("bench", Prompt("one", "", ("hello",)), 0.0)], "key")
+    job = EvalJob(tiny_recipe, {}, {}, [EvalTask("bench", Prompt("one", "", ("hello",)), 0.0)], "key")
     with pytest.raises(PipelineError, match=r"results.jsonl was changed or damaged"):
         evaluation.measure(job)
     assert not (tiny_recipe.paths.eval / RECORDS).exists()

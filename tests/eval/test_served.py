@@ -1,4 +1,4 @@
-"""A running server's figures: its own counts of guesses, tokens over time, and one clear error for what it is not."""
+"""A running server's figures: its own counts of draft tokens, tokens over time, one clear error for other servers."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from threading import Event, Lock
 import pytest
 
 from eval import served
-from eval.served import Counts, counts_of
+from eval.served import Counts, read_counts
 from pipeline.artifacts.reports import read_rows
 from pipeline.basics.errors import PipelineError
 from tests.kit import call, recipe_tree, write_recipe
@@ -22,7 +22,7 @@ TOKENS = 7  # of every answer
 
 
 class Engine(Loopback):
-    """An OpenAI server on the loopback interface that tells of its guesses as `kind` does."""
+    """An OpenAI server on the loopback interface that reports its draft tokens as `kind` does."""
 
     def __init__(self, kind: str, models: tuple[str, ...] = ("target",), key: str | None = None):
         self.kind, self.models, self.key = kind, models, key
@@ -32,19 +32,19 @@ class Engine(Loopback):
         super().__init__()
 
     def answer(self, body: dict) -> dict:
-        """Three passes after the prompt's, which accept 2, 1 and 0 of 3 guesses each."""
+        """Three passes after the prefill, which accept 2, 1 and 0 of 3 draft tokens each."""
         message = {"role": "assistant", "content": f"answer {len(body['messages'])}"}
-        found = {
+        response = {
             "choices": [{"message": message}],
             "system_fingerprint": self.kind,
             "usage": {"prompt_tokens": self.prompt_tokens, "completion_tokens": TOKENS},
         }
         if self.kind == "llama.cpp":
-            found["timings"] = {"predicted_n": TOKENS, "draft_n": 9, "draft_n_accepted": 3}
+            response["timings"] = {"predicted_n": TOKENS, "draft_n": 9, "draft_n_accepted": 3}
         if self.kind == "sglang" and body.get("return_spec_tokens_details"):
             details = {"spec_verify_ct": 3, "spec_num_proposed_drafts": 9, "spec_num_correct_drafts": 3}
-            found["sglext"] = {"spec_tokens_details": details}
-        return found
+            response["sglext"] = {"spec_tokens_details": details}
+        return response
 
     def metrics(self) -> str:
         if self.kind != "vllm":
@@ -75,13 +75,13 @@ class Engine(Loopback):
                     engine.busy += 1
                     engine.most_at_once = max(engine.most_at_once, engine.busy)
                 too_long = engine.longest is not None and len(body["messages"]) > engine.longest
-                found = None if too_long else engine.answer(body)
+                response = None if too_long else engine.answer(body)
                 with engine._lock:
                     engine.busy -= 1  # before it is told: then the next question may come
-                if found is None:
+                if response is None:
                     self.answer({"error": "too long"}, 400)
                 else:
-                    self.answer(found)
+                    self.answer(response)
 
         return EngineHandler
 
@@ -90,18 +90,18 @@ class Engine(Loopback):
 def recipe(tiny_target, tmp_path) -> Path:
     """Two prompts, one of two turns."""
     prompts = [{"question_id": f"q{n}", "category": "", "turns": ["one", "two"][: n + 1]} for n in range(2)]
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps(one) + "\n" for one in prompts))
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     tree = recipe_tree(tiny_target, tmp_path / "data.json", tmp_path / "run")
     tree["eval"] |= {"benchmarks": {"b": {"source": str(tmp_path / "b.jsonl")}}, "temperatures": [0.0, 1.0]}
     return write_recipe(tree, tmp_path / "recipe.toml")
 
 
 def rows_of(recipe: Path) -> dict[tuple[float, int, str], dict[str, float]]:
-    """Figures by temperature, concurrency and method, in the order in which they were measured."""
-    found: dict[tuple[float, int, str], dict[str, float]] = {}
+    """Return figures by temperature, concurrency and method, in the order in which they were measured."""
+    figures: dict[tuple[float, int, str], dict[str, float]] = {}
     for row in read_rows(recipe.parent / "run/eval"):
-        found.setdefault((row.temperature, row.setting["at once"], row.method), {})[row.figure] = row.value
-    return found
+        figures.setdefault((row.temperature, row.setting["at once"], row.method), {})[row.figure] = row.value
+    return figures
 
 
 def measured(recipe: Path, *arguments: str) -> dict[tuple[float, int, str], dict[str, float]]:
@@ -120,21 +120,21 @@ def test_tau_is_of_the_servers_own_counts(recipe, kind):
     with Engine(kind) as engine:
         levels = measured(recipe, "--url", f"{engine.url}/v1/", "--concurrency", "1", "2")
     assert list(levels) == [(t, size, "server") for t in (0.0, 1.0) for size in (1, 2)]
-    for one in levels.values():  # the warm-up's answers and those before it are not among them
-        assert (one["answers"], one["tau"]) == (3, 2.0)
-        places = [one.get(f"accepted at depth {place}") for place in (1, 2, 3)]
+    for figures in levels.values():  # the warm-up's answers and those before it are not among them
+        assert (figures["answers"], figures["tau"]) == (3, 2.0)
+        places = [figures.get(f"accepted at depth {place}") for place in (1, 2, 3)]
         assert places == ([2 / 3, 1 / 3, 0] if kind == "vllm" else [None] * 3)
 
 
 def test_a_server_that_does_not_tell_gets_no_tau_and_another_template_is_told(recipe, capsys):
     with Engine("silent") as engine:
         levels = measured(recipe, "--url", engine.url, "--concurrency", "1")
-    assert not [one for one in levels.values() if "tau" in one]
-    said = capsys.readouterr().out
+    assert not [figures for figures in levels.values() if "tau" in figures]
+    printed = capsys.readouterr().out
     assert (
-        "tau" not in said.splitlines()[0]
-        and "2 prompts have other lengths" in said
-        and "chat template is another one" in said
+        "tau" not in printed.splitlines()[0]
+        and "2 prompts have other lengths" in printed
+        and "chat template is another one" in printed
     )
 
 
@@ -146,17 +146,17 @@ def test_the_recipes_sampling_and_the_answers_before_are_sent(recipe):
     plain = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     assert plain.items() <= last.items() and {body["top_k"] for body in engine.bodies} == {5}
     assert {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "max_tokens": 11, "model": "target"}.items() <= last.items()
-    assert [one["content"] for one in last["messages"]] == ["one", "answer 1", "two"]
+    assert [message["content"] for message in last["messages"]] == ["one", "answer 1", "two"]
 
 
 def test_two_servers_take_turns_and_the_table_has_their_ratio(recipe, capsys):
     with Engine("vllm") as engine, Engine("silent", ("without",)) as plain:
         levels = measured(recipe, "--url", engine.url, "--plain-url", plain.url, "--concurrency", "2")
     assert list(levels) == [(t, 2, name) for t in (0.0, 1.0) for name in ("server", "plain")]
-    (speed, base), said = (one["tokens/s"] for one in list(levels.values())[:2]), capsys.readouterr().out
+    (speed, base), printed = (figures["tokens/s"] for figures in list(levels.values())[:2]), capsys.readouterr().out
     assert levels[0.0, 2, "server"]["over plain"] == speed / base
-    assert f"| 0 | server | 2.00 | {speed:,.6g} | {speed / base:,.6g} |" in said
-    assert f"| 0 | plain | - | {base:,.6g} | - |" in said
+    assert f"| 0 | server | 2.00 | {speed:,.6g} | {speed / base:,.6g} |" in printed
+    assert f"| 0 | plain | - | {base:,.6g} | - |" in printed
     of = {(row.method, row.origin["server"], row.origin["model"]) for row in read_rows(recipe.parent / "run/eval")}
     assert of == {("server", "vllm", "target"), ("plain", "silent", "without")}
 
@@ -186,11 +186,11 @@ def test_refusals(recipe, monkeypatch):
         assert "choose one with --model" in refusal(recipe, "--url", engine.url)
         assert "--concurrency [0]" in refusal(recipe, "--url", engine.url, "--concurrency", "0")
     with Engine("silent", key="sk-secret") as engine:
-        assert "401" in (said := refusal(recipe, "--url", engine.url)) and "Set OPENAI_API_KEY" in said
+        assert "401" in (message := refusal(recipe, "--url", engine.url)) and "Set OPENAI_API_KEY" in message
         monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
         assert measured(recipe, "--url", engine.url, "--concurrency", "1")
-    gone = refusal(recipe, "--url", engine.url.replace("//", "//user:hunter2@"))
-    assert "holds a credential" in gone and "hunter2" not in gone
+    credential_error = refusal(recipe, "--url", engine.url.replace("//", "//user:hunter2@"))
+    assert "holds a credential" in credential_error and "hunter2" not in credential_error
 
 
 def test_an_answer_of_another_shape_is_refused(recipe, monkeypatch):
@@ -203,49 +203,51 @@ def test_a_prompt_that_the_server_does_not_take_is_left_out_and_told(recipe, cap
     with Engine("llama.cpp") as engine:
         engine.longest = 1  # the second turn has three messages
         levels = measured(recipe, "--url", engine.url, "--concurrency", "1")
-        assert [(one["refused"], one["answers"]) for one in levels.values()] == [(1, 1), (1, 1)]
+        assert [(figures["refused"], figures["answers"]) for figures in levels.values()] == [(1, 1), (1, 1)]
         assert "2 prompts were refused" in capsys.readouterr().out
         engine.longest = 0
         assert "too long" in refusal(recipe, "--url", engine.url)
 
 
 def spoilt(engine: Engine, monkeypatch, number: int, spoil: Callable[[dict], object]) -> None:
-    """Has `spoil` change the engine's answer of this number; the first is the warm-up's, with three in a level."""
+    """Let `spoil` change the engine's answer of this number; the first is the warm-up's, and a level has three."""
     answer = engine.answer
 
     def changed(body: dict) -> dict:
-        found = answer(body)
+        response = answer(body)
         if len(engine.bodies) == number:
-            spoil(found)
-        return found
+            spoil(response)
+        return response
 
     monkeypatch.setattr(engine, "answer", changed)
 
 
 def test_a_server_that_was_started_anew_within_a_level_gets_no_tau_for_it(recipe, monkeypatch, capsys):
     with Engine("vllm") as engine:
-        spoilt(engine, monkeypatch, 3, lambda found: setattr(engine, "answered", 2))
+        spoilt(engine, monkeypatch, 3, lambda response: setattr(engine, "answered", 2))
         levels = measured(recipe, "--url", engine.url, "--concurrency", "1")
     first, second = levels.values()
     assert "tau" not in first and (first["counters refused"], first["answers"]) == (1, 3) and first["tokens/s"] > 0
     assert second["tau"] == 2.0 and "counters refused" not in second
-    assert "1 measurements have no tau" in (said := capsys.readouterr().out) and "started anew" in said
+    assert "1 measurements have no tau" in (printed := capsys.readouterr().out) and "was restarted" in printed
 
 
 def wrong_count(value: str) -> Callable[[str, bool], str]:
-    return lambda told, late: re.sub(r"(num_accepted_tokens_total) \S+", rf"\1 {value}", told) if late else told
+    return lambda metrics_text, late: (
+        re.sub(r"(num_accepted_tokens_total) \S+", rf"\1 {value}", metrics_text) if late else metrics_text
+    )
 
 
 def begun(name: str) -> Callable[[str, bool], str]:
-    return lambda told, late: f"{told}{name} {17 + late}.5\n"
+    return lambda metrics_text, late: f"{metrics_text}{name} {17 + late}.5\n"
 
 
 # What /metrics says instead, also from the first level's middle on: and whether the second level has a tau.
 COUNTERS = {
-    "another start": (begun("process_start_time_seconds"), True, "started anew"),
-    "counters of another start": (begun("vllm:spec_decode_num_drafts_created"), True, "started anew"),
+    "another start": (begun("process_start_time_seconds"), True, "was restarted"),
+    "counters of another start": (begun("vllm:spec_decode_num_drafts_created"), True, "was restarted"),
     "counters that come": (
-        lambda told, late: told if late else "other 1.0\n",
+        lambda metrics_text, late: metrics_text if late else "other 1.0\n",
         True,
         "only before it, or only after it",
     ),
@@ -263,7 +265,7 @@ def test_counters_of_two_starts_or_that_are_no_counts_give_no_tau(recipe, monkey
         monkeypatch.setattr(engine, "metrics", lambda: wrong(metrics(), engine.answered > 7))
         levels = measured(recipe, "--url", engine.url, "--concurrency", "1")
     second = (2.0, None) if recovers else (None, 1)
-    assert [(one.get("tau"), one.get("counters refused")) for one in levels.values()] == [(None, 1), second]
+    assert [(figures.get("tau"), figures.get("counters refused")) for figures in levels.values()] == [(None, 1), second]
     assert words in capsys.readouterr().out
 
 
@@ -280,29 +282,29 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "path", "value"), [(*NUMBERS[0], value) for value in NO_COUNTS] + [(*one, -1) for one in NUMBERS[1:]]
+    ("kind", "path", "value"), [(*NUMBERS[0], value) for value in NO_COUNTS] + [(*number, -1) for number in NUMBERS[1:]]
 )
 def test_an_answers_number_that_is_no_count_is_refused(recipe, monkeypatch, kind, path, value):
     with Engine(kind) as engine:
         *parents, last = path
-        spoilt(engine, monkeypatch, 3, lambda found: reduce(getitem, parents, found).update({last: value}))
-        said = refusal(recipe, "--url", engine.url, "--concurrency", "1")
-    assert "does not answer as /v1/chat/completions should" in said and f"{last} is " in said
+        spoilt(engine, monkeypatch, 3, lambda response: reduce(getitem, parents, response).update({last: value}))
+        message = refusal(recipe, "--url", engine.url, "--concurrency", "1")
+    assert "does not answer as /v1/chat/completions should" in message and f"{last} is " in message
 
 
 @pytest.mark.parametrize(("kind", "path"), [("llama.cpp", "timings"), ("sglang", "sglext")])
 def test_more_accepted_than_guessed_is_refused(recipe, monkeypatch, kind, path):
     with Engine(kind) as engine:
-        many = {"predicted_n": TOKENS, "draft_n": 3, "draft_n_accepted": 4}
+        timings = {"predicted_n": TOKENS, "draft_n": 3, "draft_n_accepted": 4}
         details = {"spec_verify_ct": 3, "spec_num_proposed_drafts": 3, "spec_num_correct_drafts": 4}
-        wrong = many if path == "timings" else {"spec_tokens_details": details}
-        spoilt(engine, monkeypatch, 3, lambda found: found.update({path: wrong}))
+        wrong = timings if path == "timings" else {"spec_tokens_details": details}
+        spoilt(engine, monkeypatch, 3, lambda response: response.update({path: wrong}))
         assert "of 3 guesses it accepted 4" in refusal(recipe, "--url", engine.url, "--concurrency", "1")
 
 
 def test_an_answer_of_another_model_is_refused(recipe, monkeypatch):
     with Engine("silent") as engine:
-        spoilt(engine, monkeypatch, 3, lambda found: found.update(model="other"))
+        spoilt(engine, monkeypatch, 3, lambda response: response.update(model="other"))
         assert "it is of model 'other', the first was of 'target'" in refusal(recipe, "--url", engine.url)
 
 
@@ -314,18 +316,18 @@ def test_a_gateway_may_name_the_model_behind_an_alias_or_none(recipe, monkeypatc
             call(served.main, str(recipe), "--url", engine.url, "--concurrency", "1")
 
 
-@pytest.mark.parametrize("why", ["error", "abort", "content_filter"])
+@pytest.mark.parametrize("finish_reason", ["error", "abort", "content_filter"])
 @pytest.mark.parametrize(("kind", "tau"), [("vllm", None), ("llama.cpp", 2.0), ("sglang", 2.0)])
-def test_an_answer_that_failed_is_left_out_of_all_figures(recipe, monkeypatch, capsys, kind, tau, why):
-    """The first prompt's, of three: its counts and tokens are of no answer."""
+def test_an_answer_that_failed_is_left_out_of_all_figures(recipe, monkeypatch, capsys, kind, tau, finish_reason):
+    """The first prompt's answer, of three, fails: its counts and tokens do not count."""
 
-    def fail(found: dict) -> None:
-        found["choices"][0]["finish_reason"] = why
-        found["usage"]["completion_tokens"] = 10**9
+    def fail(response: dict) -> None:
+        response["choices"][0]["finish_reason"] = finish_reason
+        response["usage"]["completion_tokens"] = 10**9
         if kind == "llama.cpp":
-            found["timings"] = {"predicted_n": 99, "draft_n": 99, "draft_n_accepted": 90}
+            response["timings"] = {"predicted_n": 99, "draft_n": 99, "draft_n_accepted": 90}
         if kind == "sglang":
-            found["sglext"]["spec_tokens_details"]["spec_num_correct_drafts"] = 9
+            response["sglext"]["spec_tokens_details"]["spec_num_correct_drafts"] = 9
 
     with Engine(kind) as engine:
         spoilt(engine, monkeypatch, 2, fail)
@@ -333,8 +335,8 @@ def test_an_answer_that_failed_is_left_out_of_all_figures(recipe, monkeypatch, c
     first, second = levels.values()
     assert (first["failed"], first["answers"], first.get("tau")) == (1, 2, tau) and first["tokens/s"] < 10**6
     assert (second["failed"], second["answers"], second["tau"]) == (0, 3, 2.0)
-    assert "1 answers failed" in (said := capsys.readouterr().out)
-    assert ("answers are left out, and /metrics counts their passes" in said) == (tau is None)
+    assert "1 answers failed" in (printed := capsys.readouterr().out)
+    assert ("answers are left out, and /metrics counts their passes" in printed) == (tau is None)
 
 
 def test_nothing_but_answers_that_failed_is_an_error(recipe, monkeypatch):
@@ -349,7 +351,9 @@ def test_an_answer_before_a_refused_turn_takes_tau_from_the_counters_with_it(rec
     with Engine("vllm") as engine:
         engine.longest = 1
         levels = measured(recipe, "--url", engine.url, "--concurrency", "1")
-    assert [(one["answers"], one.get("tau"), one["counters refused"]) for one in levels.values()] == [(1, None, 1)] * 2
+    assert [(figures["answers"], figures.get("tau"), figures["counters refused"]) for figures in levels.values()] == [
+        (1, None, 1)
+    ] * 2
 
 
 def test_levels_share_no_cache_and_are_written_one_by_one(recipe, monkeypatch):
@@ -363,9 +367,9 @@ def test_levels_share_no_cache_and_are_written_one_by_one(recipe, monkeypatch):
 
 
 def test_counts_add_and_subtract_by_place():
-    one, two = Counts(3, 9, 3, {1: 2, 2: 1}), Counts(1, 3, 1, {1: 1, 2: 0})
-    assert one + two == Counts(4, 12, 4, {1: 3, 2: 1}) and one - two == Counts(2, 6, 2, {1: 1, 2: 1})
+    first, second = Counts(3, 9, 3, {1: 2, 2: 1}), Counts(1, 3, 1, {1: 1, 2: 0})
+    assert first + second == Counts(4, 12, 4, {1: 3, 2: 1}) and first - second == Counts(2, 6, 2, {1: 1, 2: 1})
     assert Counts().tau is None
     # llama.cpp: an answer without a guess has passes, too
-    assert counts_of({"timings": {"predicted_n": 5}, "choices": [{}]}) == Counts(4, 0, 0)
-    assert counts_of({"timings": None, "choices": [{}]}) is None
+    assert read_counts({"timings": {"predicted_n": 5}, "choices": [{}]}) == Counts(4, 0, 0)
+    assert read_counts({"timings": None, "choices": [{}]}) is None

@@ -1,4 +1,4 @@
-"""A gradient that is not finite, under each optimizer: what is said, and what becomes of the weights.
+"""A gradient that is not finite, under each optimizer: the message, and the state of the weights afterwards.
 
 python -m tests.train.gradients
 """
@@ -50,7 +50,7 @@ class Broken(torch.autograd.Function):
 
 
 def loss_of(draft: TrainedDraft, batch: Batch):
-    """EAGLE's; without a gradient for the batch of step 2."""
+    """Return EAGLE's loss; without a gradient for the batch of step 2."""
     loss, sums = objective_of(draft.config).loss(draft, batch)
     return (Broken.apply(loss) if batch.step == 2 else loss), sums
 
@@ -71,7 +71,7 @@ def one_batch(step: int) -> list[Batch]:
 
 
 def weights_of(engine: Engine, draft: TrainedDraft) -> dict[str, torch.Tensor]:
-    engine.fill(copy := draft.validation_copy())
+    engine.copy_weights_to(copy := draft.validation_copy())
     return {name: value.clone() for name, value in copy.state_dict().items()}
 
 
@@ -96,8 +96,8 @@ def after_a_broken_step(dtype: str, stage: int) -> str:
         try:
             engine.advance(one_batch(2))
         except PipelineError as error:
-            same = all(torch.equal(value, before[name]) for name, value in weights_of(engine, draft).items())
-            return f"{str(error).split('.')[0]}; weights {'as before' if same else 'CHANGED'}"
+            is_unchanged = all(torch.equal(value, before[name]) for name, value in weights_of(engine, draft).items())
+            return f"{str(error).split('.')[0]}; weights {'as before' if is_unchanged else 'CHANGED'}"
         return "no error"
 
 

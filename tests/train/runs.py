@@ -32,8 +32,8 @@ from train.main import main
 
 
 def dump_for(target: Path, folder: Path, **features: str) -> tuple[Path, Path]:
-    """(recipe file, features folder): dumped in this process, without Ray. 20 steps of 8 dialogues in 4 epochs, each in
-    windows of two shards, two and one.
+    """Dump in this process, without Ray, and return (recipe file, features folder). 20 steps of 8 dialogues in 4
+    epochs, each in windows of two shards, two and one.
     """
     tree = recipe_tree(target, write_sharegpt(folder / "data.json", 60), folder / "run")
     tree["data"]["max_dialogues"] = 40
@@ -48,16 +48,19 @@ def dump_for(target: Path, folder: Path, **features: str) -> tuple[Path, Path]:
 def run_training(
     dumped, output: Path, *overrides: str, ranks: int = 1, draft: str | None = "jakiro", **environment: str
 ):
-    """Trains a draft, or all of them, on the dumped features under another output folder, as DeepSpeed's launcher does:
+    """Train a draft, or all of them, on the dumped features under another output folder, as DeepSpeed's launcher does:
     a process a rank. What the launcher itself does is shown where a test has `train_command`.
     """
     return run_forked(*_ranks(dumped, output, overrides, ranks, draft, environment), PATIENCE)
 
 
 def kill_training(dumped, output: Path, happened: Callable[[], bool], *overrides: str, ranks: int = 1) -> None:
-    """The same of jakiro, whose ranks are killed as soon as something happened."""
+    """Train jakiro in the same way, and kill its ranks as soon as `happened` returns True."""
     commands, environment = _ranks(dumped, output, overrides, ranks, "jakiro", {})
-    running = [Forked([sys.executable, *arguments], {**environment, **own}) for arguments, own in commands]
+    running = [
+        Forked([sys.executable, *arguments], {**environment, **rank_environment})
+        for arguments, rank_environment in commands
+    ]
     try:
         wait_until(happened, running[0])
     finally:
@@ -69,7 +72,7 @@ def kill_training(dumped, output: Path, happened: Callable[[], bool], *overrides
 
 
 def _ranks(dumped, output: Path, overrides: tuple[str, ...], ranks: int, draft: str | None, environment: dict):
-    """Each rank's command with its own variables, and the variables that all of them share."""
+    """Return each rank's command with its own variables, and the variables that all ranks share."""
     arguments = ["train/main.py", str(linked(dumped, output)), *(["--draft", draft] if draft else [])]
     arguments += override_arguments([f"output={output}", *overrides])
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -79,24 +82,31 @@ def _ranks(dumped, output: Path, overrides: tuple[str, ...], ranks: int, draft: 
 
 
 def train_here(dumped, output: Path, *overrides: str, draft: str | None = "jakiro") -> None:
-    """The same on one rank, in this process: three processes less to start, each of which takes far longer than a tiny
-    draft's training. The process group stays for the next one: DeepSpeed remembers it. Raises PipelineError.
+    """Train in the same way on one rank, in this process: three fewer processes to start, each of which takes far
+    longer than a tiny draft's training. The process group stays for the next one: DeepSpeed remembers it. Raise
+    PipelineError.
     """
-    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    single_process = {
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": 1,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
     recipe, threads = linked(dumped, output), torch.get_num_threads()
     with (
-        mock.patch.dict(os.environ, {key: str(value) for key, value in alone.items()}),
+        mock.patch.dict(os.environ, {key: str(value) for key, value in single_process.items()}),
         mock.patch.object(dist, "destroy_process_group"),
     ):
         try:
-            one = ["--draft", draft] if draft else []
-            call(main, str(recipe), *one, *override_arguments([f"output={output}", *overrides]))
+            draft_option = ["--draft", draft] if draft else []
+            call(main, str(recipe), *draft_option, *override_arguments([f"output={output}", *overrides]))
         finally:
             torch.set_num_threads(threads)
 
 
 def stopped_here(dumped, output: Path, *overrides: str, draft: str | None = "jakiro", saves: int = 1) -> None:
-    """The same, which Ctrl-C ends behind so many of its resume states."""
+    """Train in the same way, and interrupt (Ctrl-C) after this many resume states."""
     left, saved = [None] * saves, Engine.save_resume
 
     def save_and_end(self, progress) -> None:
@@ -110,7 +120,7 @@ def stopped_here(dumped, output: Path, *overrides: str, draft: str | None = "jak
 
 
 def linked(dumped, output: Path) -> Path:
-    """The recipe file; the dumped features are where a training into `output` looks for them."""
+    """Return the recipe file; link the dumped features to where a training into `output` expects them."""
     recipe, features = dumped
     output.mkdir(exist_ok=True)
     if not (output / "features").exists():
@@ -123,16 +133,18 @@ def lines_of(output: Path, kind: str, draft: str = "jakiro") -> list[dict]:
 
 
 def steps_so_far(output: Path, draft: str = "jakiro") -> int:
-    """Steps whose line is whole in the metrics of a training that still writes them, or was killed while it did."""
+    """Count the steps with a complete line in the metrics of a training that still writes them, or was killed while
+    writing.
+    """
     path = output / "drafts" / draft / METRICS
-    whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
-    return sum(json.loads(line)["kind"] == "train" for line in whole.splitlines())
+    complete_lines = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
+    return sum(json.loads(line)["kind"] == "train" for line in complete_lines.splitlines())
 
 
 def losses(output: Path, draft: str = "jakiro") -> list[float]:
     return [line["loss"] for line in lines_of(output, "train", draft)]
 
 
-def largest_difference(one: Path, other: Path, draft: str = "jakiro") -> float:
-    """Of two loss curves, relative."""
-    return max(abs(a - b) / a for a, b in zip(losses(one, draft), losses(other, draft), strict=True))
+def largest_difference(first: Path, second: Path, draft: str = "jakiro") -> float:
+    """Return the largest relative difference of two loss curves."""
+    return max(abs(a - b) / a for a, b in zip(losses(first, draft), losses(second, draft), strict=True))

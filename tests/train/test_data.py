@@ -1,4 +1,4 @@
-"""Which dialogues make up a step, what its batches hold, and what the texts' statistics are."""
+"""The dialogues of a step, the content of its batches, and the statistics of the texts."""
 
 import numpy as np
 import pytest
@@ -12,14 +12,14 @@ from pipeline.lm.states import Needs
 from pipeline.recipe.sections import TrainConfig
 from tests.kit import mask_of
 from train.input.data import Batches
-from train.input.order import Order, coverage, frequent_tokens, packed
+from train.input.order import Order, most_frequent_tokens, pack_rows, vocabulary_coverage
 
 WIDTH = 4
 SPEC = FeatureSpec(WIDTH, "float32", "target", "tokenizer", "template", "recipe")
 
 
 def dialogue(number: int, tokens=None, mask=None) -> Row:
-    """By default all its tokens are its own number, which names it in a batch."""
+    """Return a dialogue; by default all its tokens are its own number, which identifies it in a batch."""
     generator = np.random.default_rng(number)
     length = len(tokens) if tokens is not None else int(generator.integers(3, 12))
     tokens = [number] * length if tokens is None else tokens
@@ -48,8 +48,8 @@ def batches(store, seed=5, rank=0, ranks=1, horizons=(1, 2), **changes) -> Batch
     return Batches(store, settings, Horizons(horizons), Needs(), seed, rank, ranks)
 
 
-def dialogues_of(one: Batches, step: int) -> list[int]:
-    return [number for row in one.order.rows_of(step) for number in row]
+def dialogues_of(loader: Batches, step: int) -> list[int]:
+    return [number for row in loader.order.rows_of(step) for number in row]
 
 
 def numbers_in(batch) -> list[int]:
@@ -61,8 +61,8 @@ def test_the_order_needs_the_texts_alone_and_is_a_function_of_seed_and_epoch(sto
         shard.unlink()
 
     def order(seed):
-        one = Order(store, config(), seed)
-        return [one.rows_of(step) for step in range(one.steps)]
+        order_of_seed = Order(store, config(), seed)
+        return [order_of_seed.rows_of(step) for step in range(order_of_seed.steps)]
 
     steps = order(5)
     assert steps == order(5) != order(6) and len(steps) == 12
@@ -72,8 +72,8 @@ def test_the_order_needs_the_texts_alone_and_is_a_function_of_seed_and_epoch(sto
         assert len(used) == len(set(used)) == 32 and set(used) <= set(range(37))
         left_out.append(set(range(37)) - set(used))
     assert left_out[0] != left_out[1] != left_out[2] and steps[:4] != steps[4:8]
-    one = Order(store, config(), 5)
-    assert [one.rows_of(step) for step in (7, 2, 7)] == [steps[7], steps[2], steps[7]]
+    again = Order(store, config(), 5)
+    assert [again.rows_of(step) for step in (7, 2, 7)] == [steps[7], steps[2], steps[7]]
     for rows in steps:
         lengths = [len(dialogue(number).input_ids) for row in rows for number in row]
         assert lengths == sorted(lengths, reverse=True)  # the longest share a micro-batch
@@ -86,26 +86,28 @@ ROWS = [range(first, min(first + 7, 37)) for first in range(0, 37, 7)]  # of the
 
 def test_what_fits_one_window_is_in_the_order_of_one_permutation(store):
     for window in (None, 6, 100):
-        one = Order(store, config(window=window), 5)
+        steps = Order(store, config(window=window), 5)
         for epoch in range(3):
             order = np.random.default_rng((5, epoch)).permutation(37).tolist()
             for place in range(4):
-                rows = sorted(number for row in one.rows_of(4 * epoch + place) for number in row)
+                rows = sorted(number for row in steps.rows_of(4 * epoch + place) for number in row)
                 assert rows == sorted(order[8 * place : 8 * place + 8])
     assert Order(store, config(), 5).window > 1e5  # 4 GB of the shards' 1 kB
 
 
 @pytest.mark.parametrize("window", [1, 2, 4])
 def test_an_epoch_shuffles_the_rows_of_one_window_after_the_other(store, window):
-    """By hand: shards in the epoch's order, cut into windows, each window's rows in an order of their own."""
-    one, orders = Order(store, config(window=window, global_batch=1), 5), []
+    """The expected order, computed by hand: shards in the epoch's order, cut into windows, each window's rows shuffled
+    on their own.
+    """
+    order, orders = Order(store, config(window=window, global_batch=1), 5), []
     for epoch in range(2):
         random, want = np.random.default_rng((5, epoch)), []
         shards = random.permutation(6).tolist()
         for first in range(0, 6, window):
             rows = [number for shard in shards[first : first + window] for number in ROWS[shard]]
             want += random.permutation(rows).tolist()
-        orders.append([number for step in range(37) for row in one.rows_of(37 * epoch + step) for number in row])
+        orders.append([number for step in range(37) for row in order.rows_of(37 * epoch + step) for number in row])
         assert orders[-1] == want and sorted(want) == list(range(37))
     assert orders[0] != orders[1] and [n // 7 for n in orders[0]] != [n // 7 for n in orders[1]]
 
@@ -113,18 +115,20 @@ def test_an_epoch_shuffles_the_rows_of_one_window_after_the_other(store, window)
 @pytest.mark.parametrize("pack_tokens", [None, 20])
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_no_more_shards_than_two_windows_are_needed_at_once(store, window, pack_tokens):
-    """For each step: those that it or an earlier one of its epoch has read and it or a later one reads."""
-    one = Order(store, config(window=window, global_batch=2, micro_batch=2, pack_tokens=pack_tokens), 5)
-    assert max(map(len, one.rows)) > (pack_tokens is not None)
-    assert all(len({number // 7 for number in row}) == 1 for row in one.rows)
+    """The shards needed at each step: those that it or an earlier one of its epoch has read and it or a later one
+    reads.
+    """
+    order = Order(store, config(window=window, global_batch=2, micro_batch=2, pack_tokens=pack_tokens), 5)
+    assert max(map(len, order.rows)) > (pack_tokens is not None)
+    assert all(len({number // 7 for number in row}) == 1 for row in order.rows)
     most, straddled = 0, 0
-    for step in range(one.steps):
-        epoch_ends = (step // one.steps_per_epoch + 1) * one.steps_per_epoch
-        read = [{number // 7 for row in one.rows_of(later) for number in row} for later in range(step, epoch_ends)]
-        assert one.reads.of_steps[step] == read[0]
-        shards = np.random.default_rng((5, step // one.steps_per_epoch)).permutation(6).tolist()
+    for step in range(order.steps):
+        epoch_ends = (step // order.steps_per_epoch + 1) * order.steps_per_epoch
+        read = [{number // 7 for row in order.rows_of(later) for number in row} for later in range(step, epoch_ends)]
+        assert order.reads.of_steps[step] == read[0]
+        shards = np.random.default_rng((5, step // order.steps_per_epoch)).permutation(6).tolist()
         touched = sorted({shards.index(shard) // window for shard in read[0]})
-        before = set().union(*one.reads.of_steps[epoch_ends - one.steps_per_epoch : step + 1])
+        before = set().union(*order.reads.of_steps[epoch_ends - order.steps_per_epoch : step + 1])
         held = before & set().union(*read)
         assert held <= {shard for at in touched for shard in shards[at * window : (at + 1) * window]}
         assert touched in ([touched[0]], [touched[0], touched[0] + 1])
@@ -133,7 +137,7 @@ def test_no_more_shards_than_two_windows_are_needed_at_once(store, window, pack_
 
 
 def contents(parts):
-    """dialogue -> (features with their noise, labels, masks, totals), without the padding."""
+    """Return dialogue -> (features with their noise, labels, masks, totals), without the padding."""
     out = {}
     for part in parts:
         for b, number in enumerate(numbers_in(part)):
@@ -188,27 +192,27 @@ def test_noise_differs_by_epoch_and_can_be_switched_off(store):
 
 @pytest.mark.parametrize("window", [None, 2])
 def test_reading_ahead_gives_the_same_batches_from_any_step(store, window):
-    """In the middle of a window, too."""
-    one = batches(store, window=window)
+    """The step may lie in the middle of a window."""
+    loader = batches(store, window=window)
     for first in (0, 5, 11, 12):
-        got = list(one.from_step(first))
+        got = list(loader.from_step(first))
         assert [step for step, _ in got] == list(range(first, 12))
-        assert all(contents(parts) == contents(one.micro_batches(step)) for step, parts in got)
+        assert all(contents(parts) == contents(loader.micro_batches(step)) for step, parts in got)
 
 
 @pytest.mark.parametrize(("window", "pack_tokens"), [(None, None), (2, None), (2, 20)])
 def test_a_budget_of_tokens_ends_with_the_step_that_reaches_it(store, tmp_path, window, pack_tokens):
-    """In the first epoch, at the very end of one, and in the middle of another."""
+    """The step lies in the first epoch, at the very end of one, and in the middle of another."""
     changes = {"global_batch": 4, "window": window, "pack_tokens": pack_tokens}
-    whole = Order(store, config(**changes), 5)
-    batches_of = [[n for row in whole.rows_of(step) for n in row] for step in range(whole.steps)]
+    full_order = Order(store, config(**changes), 5)
+    batches_of = [[n for row in full_order.rows_of(step) for n in row] for step in range(full_order.steps)]
     trained = [sum(int(dialogue(number).loss_mask.sum()) for number in batch) for batch in batches_of]
-    sums, per_epoch = np.cumsum(trained).tolist(), whole.steps_per_epoch
+    sums, per_epoch = np.cumsum(trained).tolist(), full_order.steps_per_epoch
     assert min(trained) > 0
-    for steps in (1, per_epoch, per_epoch + 1, whole.steps - 1):
+    for steps in (1, per_epoch, per_epoch + 1, full_order.steps - 1):
         for tokens in (sums[steps - 1] - trained[steps - 1] + 1, sums[steps - 1]):
-            one = Order(store, config(**changes, tokens=tokens), 5)
-            assert one.steps == steps and one.rows_of(steps - 1) == whole.rows_of(steps - 1)
+            order = Order(store, config(**changes, tokens=tokens), 5)
+            assert order.steps == steps and order.rows_of(steps - 1) == full_order.rows_of(steps - 1)
     with pytest.raises(PipelineError, match=r"train.tokens=1, but no training dialogue"):
         Order(store_of(tmp_path / "none", [dialogue(n, [n] * 5, [0] * 5) for n in range(8)]), config(tokens=1), 5)
 
@@ -217,12 +221,12 @@ def test_a_budget_of_tokens_ends_with_the_step_that_reaches_it(store, tmp_path, 
 
 
 def test_packed_rows_hold_every_dialogue_once_and_overflow_never(store):
-    rows = packed(store.texts, 20, 3, [37])
+    rows = pack_rows(store.texts, 20, 3, [37])
     inputs = {n: len(dialogue(n).input_ids) - 1 for n in range(37)}
     assert sorted(n for row in rows for n in row) == list(range(37))
     filled = [sum(inputs[n] for n in row) for row in rows]
     assert max(filled) <= 20 and len(rows) <= sum(inputs.values()) / 20 * 11 / 9 + 1  # first-fit decreasing's bound
-    assert rows == packed(store.texts, 20, 3, [37]) != packed(store.texts, 20, 4, [37])
+    assert rows == pack_rows(store.texts, 20, 3, [37]) != pack_rows(store.texts, 20, 4, [37])
 
 
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 4), (2, 2), (4, 1)])
@@ -230,12 +234,12 @@ def test_packed_batches_have_one_shape_and_do_not_depend_on_ranks(store, ranks, 
     """All ranks get the same number of tokens in every step; what a dialogue trains on, noise included, is the same."""
     changes = {"pack_tokens": 20, "global_batch": 4, "noise": 0.3}
 
-    def seen(ranks, micro):
+    def read_dialogues(ranks, micro):
         out = {}
         for rank in range(ranks):
-            one = batches(store, rank=rank, ranks=ranks, micro_batch=micro, **changes)
-            for step in range(one.order.steps):
-                for part in one.micro_batches(step):
+            loader = batches(store, rank=rank, ranks=ranks, micro_batch=micro, **changes)
+            for step in range(loader.order.steps):
+                for part in loader.micro_batches(step):
                     assert part.tokens_BT.shape == (micro, 20)
                     for b, ids in enumerate(part.documents):
                         out[step, tuple(ids)] = [
@@ -244,29 +248,31 @@ def test_packed_batches_have_one_shape_and_do_not_depend_on_ranks(store, ranks, 
                         ]  # fmt: skip
         return out
 
-    assert seen(ranks, micro) == seen(1, 2)
+    assert read_dialogues(ranks, micro) == read_dialogues(1, 2)
 
 
 def test_a_packed_row_holds_its_dialogues_one_behind_the_other(store):
-    one = batches(store, pack_tokens=20, global_batch=4, noise=0)
-    (part, *_) = one.micro_batches(0)
+    loader = batches(store, pack_tokens=20, global_batch=4, noise=0)
+    (part, *_) = loader.micro_batches(0)
     for b, ids in enumerate(part.documents):
         begin = 0
         for doc_id in ids:
             row = dialogue(int(doc_id.removeprefix("doc")))
-            here = slice(begin, begin + len(row.input_ids) - 1)
-            assert torch.equal(part.hidden_BTD[b, here], row.hidden_TD[:-1])
-            assert torch.equal(part.labels_BTD[b, here], row.hidden_TD[1:])
-            assert mask_of(part, 1)[b, here].tolist() == trained(row.loss_mask, 1).tolist()
-            assert part.begins_BT[b, here].tolist() == [begin] * (here.stop - begin)
-            begin = here.stop
+            inputs = slice(begin, begin + len(row.input_ids) - 1)
+            assert torch.equal(part.hidden_BTD[b, inputs], row.hidden_TD[:-1])
+            assert torch.equal(part.labels_BTD[b, inputs], row.hidden_TD[1:])
+            assert mask_of(part, 1)[b, inputs].tolist() == trained(row.loss_mask, 1).tolist()
+            assert part.begins_BT[b, inputs].tolist() == [begin] * (inputs.stop - begin)
+            begin = inputs.stop
         assert part.begins_BT[b, begin:].tolist() == [begin] * (20 - begin)
-    assert one.order.dialogues == sum(len(dialogues_of(one, step)) for step in range(one.order.steps_per_epoch))
+    assert loader.order.dialogues == sum(
+        len(dialogues_of(loader, step)) for step in range(loader.order.steps_per_epoch)
+    )
 
 
 def test_too_few_dialogues_and_one_longer_than_a_row_are_refused(tmp_path, store):
     with pytest.raises(PipelineError, match=r"pack_tokens=6, but dialogue doc\d+ has 10 inputs"):
-        packed(store.texts, 6, 0, [37])
+        pack_rows(store.texts, 6, 0, [37])
     few = store_of(tmp_path, [dialogue(number) for number in range(7)])
     with pytest.raises(PipelineError, match=r"7 training dialogues do not fill one global batch of 8"):
         batches(few)
@@ -292,15 +298,15 @@ def test_validation_covers_each_dialogue_once_in_equally_many_batches(store, tmp
     changes = {"ranks": ranks, "micro_batch": micro, "global_batch": ranks * micro}
     shares = [list(batches(store, rank=rank, **changes).validation(heldout, 0)) for rank in range(ranks)]
     assert len({len(share) for share in shares}) == 1
-    seen = []
+    dialogues = []
     for share in shares:
         for batch in share:
             assert batch.totals == {1: 1, 2: 1}
             assert len(batch.tokens_BT) <= micro
             trained_rows = mask_of(batch, 1).any(1)
             assert trained_rows.all() or not (mask_of(batch, 1).any() or mask_of(batch, 2).any())
-            seen += torch.tensor(numbers_in(batch))[trained_rows].tolist()
-    assert sorted(seen) == list(range(count))
+            dialogues += torch.tensor(numbers_in(batch))[trained_rows].tolist()
+    assert sorted(dialogues) == list(range(count))
     noisy, clean = (
         [
             b.to(torch.device("cpu"), torch.float32).hidden_BTD
@@ -337,10 +343,10 @@ def counted(tmp_path):
     ],
 )
 def test_frequent_tokens(counted, size, want):
-    got = frequent_tokens(counted.texts, 12, size)
+    got = most_frequent_tokens(counted.texts, 12, size)
     assert (got.dtype, got.tolist()) == (torch.long, want)
 
 
 @pytest.mark.parametrize(("ids", "share"), [([7], 3 / 10), ([2, 7], 5 / 10), ([2, 3, 5, 7, 9], 1.0), ([1, 8], 0.0)])
 def test_coverage_is_the_share_of_assistant_tokens(counted, ids, share):
-    assert coverage(counted.texts, torch.tensor(ids)) == share
+    assert vocabulary_coverage(counted.texts, torch.tensor(ids)) == share

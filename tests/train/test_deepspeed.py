@@ -23,12 +23,12 @@ from pipeline.running.state import train_state
 from tests.kit import flip, kill_when, train_command
 from tests.train.runs import kill_training, largest_difference, linked, losses, run_training, steps_so_far, train_here
 from train.engine.config import deepspeed_config
-from train.engine.engine import PATIENCE, require_dtype
-from train.engine.ranks import meet_on_host
+from train.engine.engine import COLLECTIVE_TIMEOUT, require_dtype
+from train.engine.ranks import join_on_loopback
 
 pytestmark = pytest.mark.real
 # ZeRO-3 keeps tensors as small as these whole unless it is told to take all apart.
-APART = ["train.deepspeed={zero_optimization={stage3_param_persistence_threshold=0,stage3_max_reuse_distance=0}}"]
+PARTITIONED = ["train.deepspeed={zero_optimization={stage3_param_persistence_threshold=0,stage3_max_reuse_distance=0}}"]
 
 
 @pytest.mark.parametrize(("micro_batch", "ranks"), [(1, 1), (1, 2)])
@@ -51,7 +51,7 @@ def test_the_split_of_the_global_batch_does_not_change_the_loss_curve(
 def test_zero_stages_train_alike_and_save_whole_weights(dumped, undisturbed, tmp_path, stage, recompute):
     """The third with recomputed activations. Without them: tests/train/test_frames.py."""
     compiled = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
-    sets = [f"train.zero_stage={stage}", f"train.recompute={recompute}", *APART]
+    sets = [f"train.zero_stage={stage}", f"train.recompute={recompute}", *PARTITIONED]
     done = run_training(dumped, tmp_path / "run", *sets, ranks=2, **compiled)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not (tmp_path / "extensions").exists()  # nothing to compile: a kill there would block all later trainings
@@ -59,19 +59,19 @@ def test_zero_stages_train_alike_and_save_whole_weights(dumped, undisturbed, tmp
     print(f"ZeRO-{stage}: largest relative difference {worst:.1e}")
     assert worst < 1e-5
     saved = json.loads((tmp_path / "run/drafts/jakiro/config.json").read_text())
-    whole = json.loads((undisturbed / "drafts/jakiro/config.json").read_text())
-    assert saved["training"]["parameters"] == whole["training"]["parameters"]
+    config = json.loads((undisturbed / "drafts/jakiro/config.json").read_text())
+    assert saved["training"]["parameters"] == config["training"]["parameters"]
     size = "drafts/jakiro/model.safetensors"
     assert (tmp_path / "run" / size).stat().st_size == (undisturbed / size).stat().st_size
 
 
 def listening(output: Path) -> dict[str, list[bytes]]:
-    """Addresses at which the processes of a training listen for TCP, by command line."""
+    """Return the addresses at which the processes of a training listen for TCP, by command line."""
     sockets = {}
     for version in ("tcp", "tcp6"):
         lines = [line.split() for line in Path(f"/proc/net/{version}").read_text().splitlines()[1:]]
         sockets |= {f"socket:[{words[9]}]": bytes.fromhex(words[1][:-5])[::-1] for words in lines if words[3] == "0A"}
-    found = {}
+    addresses = {}
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
             command = (process / "cmdline").read_text()
@@ -80,23 +80,23 @@ def listening(output: Path) -> dict[str, list[bytes]]:
                 for entry in (process / "fd").iterdir():
                     with suppress(OSError):  # it was closed meanwhile
                         opened.add(str(entry.readlink()))
-                found[f"{process.name} {command}"] = [sockets[name] for name in opened if name in sockets]
-    return found
+                addresses[f"{process.name} {command}"] = [sockets[name] for name in opened if name in sockets]
+    return addresses
 
 
 def test_ranks_of_one_machine_listen_on_its_loopback_alone(dumped, tmp_path):
-    """The store in which they meet, and the sockets of collectives, while they train; by DeepSpeed's launcher."""
-    seen: dict[str, list[bytes]] = {}
+    """The store of the process group and the sockets of collectives, while the ranks train; by DeepSpeed's launcher."""
+    listeners: dict[str, list[bytes]] = {}
 
     def happened() -> bool:
         if begun := steps_so_far(tmp_path) >= 2:
-            seen.update(listening(tmp_path))
+            listeners.update(listening(tmp_path))
         return begun
 
     command = train_command(linked(dumped, tmp_path), f"output={tmp_path}", ranks=2, draft="jakiro")
     kill_when(command, happened)
-    assert len(seen) >= 3 and sum(map(bool, seen.values())) == 2  # the launcher listens nowhere
-    assert {address for addresses in seen.values() for address in addresses} == {bytes((127, 0, 0, 1))}
+    assert len(listeners) >= 3 and sum(map(bool, listeners.values())) == 2  # the launcher listens nowhere
+    assert {address for addresses in listeners.values() for address in addresses} == {bytes((127, 0, 0, 1))}
 
 
 def test_ranks_of_several_machines_meet_where_their_launcher_says(monkeypatch):
@@ -104,18 +104,18 @@ def test_ranks_of_several_machines_meet_where_their_launcher_says(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
-    meet_on_host("gloo", None, PATIENCE)
+    join_on_loopback("gloo", None, COLLECTIVE_TIMEOUT)
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
 def test_a_port_that_is_taken_is_one_clear_error(monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         variables = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_SIZE": 2, "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in variables.items()})
         with pytest.raises(PipelineError, match=rf"MASTER_PORT={port}: Address already in use, expected"):
-            meet_on_host("gloo", None, PATIENCE)
+            join_on_loopback("gloo", None, COLLECTIVE_TIMEOUT)
 
 
 def test_two_trainings_do_not_share_a_folder(dumped, tmp_path):

@@ -1,4 +1,4 @@
-"""What training reads and estimates, on a make-believe accelerator (tests/strict.py)."""
+"""Reading and estimating in training, on a make-believe accelerator (tests/strict.py)."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -48,27 +48,27 @@ def reader(store: FeatureStore, **changes) -> Batches:
 @pytest.mark.parametrize("auxiliary", [False, True])
 @pytest.mark.parametrize("stored_dtype", ["float32", "bfloat16", FP8])
 def test_what_is_read_for_the_device_is_what_the_cpu_reads(tmp_path, stored_dtype, auxiliary, packed):
-    """Float8 goes there as it is stored, and is decoded there, to the bit; the reader's thread brings it, and nobody
-    waits.
+    """Float8 is copied to the device as it is stored, and is decoded there, to the bit; the reader's thread copies it
+    without blocking.
     """
     store = store_of(tmp_path / "features", stored_dtype, auxiliary)
     changes = {"pack_tokens": packed, "global_batch": 2, "micro_batch": 1} if packed else {}
-    one = reader(store, **changes)
-    with rehearsal() as seen:
-        for (_, here), (_, there) in zip(one.from_step(0), one.from_step(0, DEVICE), strict=True):
-            for want, got in zip(here, there, strict=True):
+    loader = reader(store, **changes)
+    with rehearsal() as device_log:
+        for (_, cpu_batches), (_, device_batches) in zip(loader.from_step(0), loader.from_step(0, DEVICE), strict=True):
+            for want, got in zip(cpu_batches, device_batches, strict=True):
                 assert (got.hidden_BTD.dtype == torch.float8_e4m3fn) == (stored_dtype == FP8)
                 got, want = got.to(DEVICE, torch.bfloat16), want.to(torch.device("cpu"), torch.bfloat16)
                 for name in ("hidden_BTD", "labels_BTD", "auxiliary_BTSD", "tokens_BT", "begins_BT", "before_BT"):
-                    mine, theirs = getattr(got, name), getattr(want, name)
-                    assert mine is theirs is None or torch.equal(mine.raw, theirs)
-        assert not seen.waits and not seen.copies
+                    got_value, want_value = getattr(got, name), getattr(want, name)
+                    assert got_value is want_value is None or torch.equal(got_value.raw, want_value)
+        assert not device_log.waits and not device_log.copies
 
 
 def test_validation_is_read_for_the_device_likewise(tmp_path):
     store = store_of(tmp_path / "features", FP8, True)
     config = TrainConfig(global_batch=6, micro_batch=2, dtype="bfloat16", noise=0.5)
-    with rehearsal() as seen:
+    with rehearsal() as device_log:
         for rank in range(3):
             share = Batches(store, config, Horizons([1]), Needs(auxiliary=LAYERS), 0, rank, 3)
             both = zip(share.validation(store, 0), share.validation(store, 0, DEVICE), strict=True)
@@ -78,36 +78,36 @@ def test_validation_is_read_for_the_device_likewise(tmp_path):
                 assert torch.equal(got.hidden_BTD.raw, want.hidden_BTD)
                 assert torch.equal(got.auxiliary_BTSD.raw, want.auxiliary_BTSD)
                 assert mask_of(got, 1).any() == (number == 0 or rank == 0)  # the others have nothing left
-        assert not seen.waits and not seen.copies
+        assert not device_log.waits and not device_log.copies
 
 
 def test_noise_on_the_device_depends_on_the_dialogue_and_the_epoch_alone(tmp_path):
     store = store_of(tmp_path / "features", "float32", False)
 
     def offsets(step: int, **changes) -> dict[str, torch.Tensor]:
-        found, changes = {}, {"dtype": "float32", **changes}
+        noise_of, changes = {}, {"dtype": "float32", **changes}
         noisy, clean = (reader(store, noise=noise, **changes).micro_batches(step, DEVICE) for noise in (0.5, 0))
         for batch, plain in zip(noisy, clean, strict=True):
-            batch, plain = (one.to(DEVICE, torch.float32) for one in (batch, plain))
+            batch, plain = (item.to(DEVICE, torch.float32) for item in (batch, plain))
             assert torch.equal(batch.labels_BTD.raw, plain.labels_BTD.raw)
             offset_BTD = batch.hidden_BTD.raw - plain.hidden_BTD.raw
             for b, names in enumerate(batch.documents):
                 begins_T = plain.begins_BT.raw[b] if plain.begins_BT is not None else torch.zeros(offset_BTD.shape[1])
                 lengths = {f"doc{n}": length - 1 for n, length in enumerate((9, 5, 12, 3, 7, 7, 4, 10))}
                 for name, begin in zip(names, begins_T.unique().tolist(), strict=False):
-                    found[name] = offset_BTD[b, int(begin) : int(begin) + lengths[name]]
-                    found[name + " end"] = offset_BTD[b, sum(lengths[one] for one in names) :]
-        return found
+                    noise_of[name] = offset_BTD[b, int(begin) : int(begin) + lengths[name]]
+                    noise_of[name + " end"] = offset_BTD[b, sum(lengths[item] for item in names) :]
+        return noise_of
 
-    with rehearsal() as seen:
+    with rehearsal() as device_log:
         first, again, later = offsets(0), offsets(0, micro_batch=2), offsets(1)
         in_one_row = offsets(0, pack_tokens=64, global_batch=1, micro_batch=1)
-        assert not seen.waits and not seen.copies
+        assert not device_log.waits and not device_log.copies
     for number in range(8):
-        mine = first[f"doc{number}"]
-        assert torch.equal(mine, again[f"doc{number}"]) and not torch.equal(mine, later[f"doc{number}"])
-        torch.testing.assert_close(mine, in_one_row[f"doc{number}"])
-        assert 0.3 < mine.abs().max() <= 0.5 and len(mine.unique()) > mine.numel() / 2
+        noise_BD = first[f"doc{number}"]
+        assert torch.equal(noise_BD, again[f"doc{number}"]) and not torch.equal(noise_BD, later[f"doc{number}"])
+        torch.testing.assert_close(noise_BD, in_one_row[f"doc{number}"])
+        assert 0.3 < noise_BD.abs().max() <= 0.5 and len(noise_BD.unique()) > noise_BD.numel() / 2
         assert not first[f"doc{number} end"].any()  # what pads gets none
 
 
@@ -117,7 +117,9 @@ def test_noise_on_the_device_depends_on_the_dialogue_and_the_epoch_alone(tmp_pat
 def test_the_estimate_of_tau_is_the_cpus_and_that_of_the_validation_copys_weights(
     loaded_target, embed_head, name, tree
 ):
-    """As in training: a copy, on the device, is given the draft's weights, and walks along stored answers."""
+    """The estimate works as in training: a copy on the device gets the draft's weights, and is replayed along stored
+    answers.
+    """
     draft = make_draft(loaded_target, replace(embed_head, decoder=None), VARIANTS[name])
     prompt = prompt_of(3)
     answer = speculative(loaded_target, grown(draft, **tree), prompt, Sampling(16, NEVER)).tokens
@@ -139,6 +141,6 @@ def test_the_estimate_of_tau_is_the_cpus_and_that_of_the_validation_copys_weight
         draft.to(DEVICE)
         draft.move_embed_head(DEVICE, torch.float32)
         copy = draft.validation_copy()
-        Engine.fill(SimpleNamespace(_config=TrainConfig(zero_stage=1), _draft=draft), copy)
+        Engine.copy_weights_to(SimpleNamespace(_config=TrainConfig(zero_stage=1), _draft=draft), copy)
         assert copy.device == DEVICE
         assert estimate(copy, {"tree": grown(copy, **tree)}, Answers(), 0, 1) == want

@@ -1,5 +1,5 @@
-"""Features on a trainer's own disk, what each of a host's ranks checks of them, and how ranks agree: with ranks of this
-process.
+"""Features on a trainer's own disk, the checks of each of a host's ranks, and the agreement of ranks: with ranks in
+this process.
 """
 
 import errno
@@ -35,7 +35,7 @@ def shared(dumped, tmp_path) -> Recipe:
 
 
 def bring(recipe: Recipe, expected: FeatureSpec) -> None:
-    """As a training does."""
+    """Open the features as training does."""
     fetch(recipe, expected, folder=recipe.paths.shards)
 
 
@@ -49,7 +49,7 @@ def content(folder: Path) -> dict[str, str]:
 def test_a_nodes_ranks_bring_its_shards_once(shared, monkeypatch):
     spec, brought = Manifest.load(shared.paths.features).spec, []
     get = Store.get
-    monkeypatch.setattr(Store, "get", lambda *given: brought.append(given[1]) or get(*given))
+    monkeypatch.setattr(Store, "get", lambda *arguments: brought.append(arguments[1]) or get(*arguments))
     with ThreadPoolExecutor(4) as node:
         list(node.map(lambda _: bring(shared, spec), range(4)))
     assert content(shared.paths.shards) == content(shared.paths.features)
@@ -106,7 +106,7 @@ def test_a_place_that_holds_another_dump_is_refused(shared):
 
 
 def test_a_place_whose_manifest_is_of_another_version_or_damaged_says_to_remove_it(shared):
-    """The dump is sound: nobody is told to dump again, and nothing there is written over."""
+    """The dump is sound: no message asks to dump again, and no file of it is overwritten."""
     spec = Manifest.load(shared.paths.features).spec
     bring(shared, spec)
     manifest = shared.paths.shards / "manifest.json"
@@ -122,23 +122,23 @@ def test_a_place_whose_manifest_is_of_another_version_or_damaged_says_to_remove_
 
 
 class Together:
-    """A process group in which the other ranks have found this; `sent` is what rank 0 broadcasts."""
+    """A process group whose other ranks send these messages; `sent` is what rank 0 broadcasts."""
 
-    def __init__(self, others: list[str], sent=None, rank: int = 0):
-        self._others, self._sent, self._rank = others, sent, rank
+    def __init__(self, messages: list[str], sent=None, rank: int = 0):
+        self._messages, self._sent, self._rank = messages, sent, rank
 
     def get_rank(self) -> int:
         return self._rank
 
     def get_world_size(self) -> int:
-        return 1 + len(self._others)
+        return 1 + len(self._messages)
 
-    def all_gather_object(self, found: list, mine: str) -> None:
-        found[:] = [*self._others[: self._rank], mine, *self._others[self._rank :]]
+    def all_gather_object(self, values: list, value: str) -> None:
+        values[:] = [*self._messages[: self._rank], value, *self._messages[self._rank :]]
 
-    def broadcast_object_list(self, found: list) -> None:
+    def broadcast_object_list(self, values: list) -> None:
         if self._rank:
-            found[0] = self._sent
+            values[0] = self._sent
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def alone(monkeypatch) -> None:
 
 @pytest.mark.parametrize("word", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"])
 def test_each_host_checks_all_of_its_shards(shared, alone, monkeypatch, word):
-    """Whatever its ranks' numbers in the whole job are; a rank that knows of no others checks all itself."""
+    """The shares do not depend on the ranks' numbers in the job; a rank that knows no others checks all files."""
     names = sorted(record.name for record in Manifest.load(shared.paths.features).files)
     bring(shared, Manifest.load(shared.paths.features).spec)
     checked: list[str] = []
@@ -160,14 +160,14 @@ def test_each_host_checks_all_of_its_shards(shared, alone, monkeypatch, word):
         return sha256(path)
 
     monkeypatch.setattr("pipeline.features.shards.known_sha256", read)
-    features._require_whole(shared)
+    features._require_intact(shared)
     assert sorted(checked) == names
     for count in (2, 3, 100):
         checked.clear()
         monkeypatch.setenv(word, str(count))
         for number in range(count):
             monkeypatch.setenv("LOCAL_RANK", str(number))
-            features._require_whole(shared)
+            features._require_intact(shared)
         assert sorted(checked) == names
 
 
@@ -178,7 +178,7 @@ def test_a_shard_that_is_damaged_on_one_host_ends_all_ranks_by_name(shared, alon
     assert [len(store) for store in opened[:2]] == [40, 8]
     name = max(content(shared.paths.shards))
     flip(shared.paths.shards / name)
-    with pytest.raises(PipelineError, match=f"{shared.paths.shards}/{name} on .* it is brought anew") as damaged:
+    with pytest.raises(PipelineError, match=f"{shared.paths.shards}/{name} on .* it is fetched again") as damaged:
         features.open_checked(shared, spec)
     (shared.paths.shards / name).unlink()
     bring(shared, spec)  # now whole here, but not on the host of another rank
@@ -188,7 +188,7 @@ def test_a_shard_that_is_damaged_on_one_host_ends_all_ranks_by_name(shared, alon
 
 
 def test_checksums_are_read_once_a_run_and_only_where_something_is_to_be_trained(dumped, monkeypatch, capsys):
-    """Of two drafts, and of none."""
+    """The checks run once for two drafts, and not at all if no draft is to be trained."""
     calls = []
     monkeypatch.setattr(main, "start_distributed", lambda: None)
     monkeypatch.setattr(main, "leave_distributed", lambda: None)
@@ -216,11 +216,11 @@ def test_an_error_of_one_rank_is_everybodys(monkeypatch):
     with pytest.raises(PipelineError, match=r"^a file: No space left on device"), ranks.fail_together():
         raise OSError(errno.ENOSPC, "full")
     with pytest.raises(PipelineError, match="rank 2 says why"):
-        ranks.by_rank_0(lambda: "mine")
+        ranks.run_on_rank_0(lambda: "mine")
     monkeypatch.setattr(ranks, "dist", Together(["", ""], sent="theirs", rank=1))
-    assert ranks.by_rank_0(lambda: "mine") == "theirs"
+    assert ranks.run_on_rank_0(lambda: "mine") == "theirs"
     monkeypatch.setattr(ranks, "dist", Together(["", ""]))
-    assert ranks.by_rank_0(lambda: "mine") == "mine"
+    assert ranks.run_on_rank_0(lambda: "mine") == "mine"
 
 
 def test_a_folder_for_resume_states_that_not_all_nodes_see_is_refused(tmp_path, alone, monkeypatch):
@@ -239,7 +239,7 @@ def test_a_folder_for_resume_states_that_not_all_nodes_see_is_refused(tmp_path, 
 
 @pytest.mark.real
 def test_shards_in_a_place_of_their_own(dumped, undisturbed, tmp_path):
-    """The same weights as without such a place, and nothing is left behind."""
+    """The weights are those of a training without copies, and no copy is left afterwards."""
     train_here(dumped, tmp_path / "run", f"train.shards={tmp_path / 'local'}")
     saved = tmp_path / "run/drafts/jakiro"
     assert sha256(saved / "model.safetensors") == sha256(undisturbed / "drafts/jakiro/model.safetensors")

@@ -1,4 +1,6 @@
-"""Features go to a dataset repository in parts, the manifest last; broken off they go on; a training reads them."""
+"""Features are uploaded to a dataset repository in parts, the manifest last; an interrupted upload continues; a
+training reads them.
+"""
 
 import hashlib
 import json
@@ -11,7 +13,7 @@ import pytest
 from huggingface_hub import HfFileSystem
 
 from eval.release import features as uploading
-from eval.release.features import features_on_hub, push_features
+from eval.release.features import find_features_on_hub, push_features
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, Manifest
@@ -37,7 +39,7 @@ def hub(monkeypatch):
 
 @pytest.fixture
 def recipe(dumped, tmp_path) -> Recipe:
-    """Of a copy of the dump."""
+    """The recipe of a copy of the dump."""
     shutil.copytree(dumped[1], tmp_path / "run/features")
     return load_recipe(dumped[0], [f"output={tmp_path / 'run'}"])
 
@@ -63,7 +65,7 @@ def test_they_go_in_parts_and_the_manifest_last(recipe, hub):
     for record in Manifest.load(recipe.paths.features).files:
         assert hub.files[record.name] == (recipe.paths.features / record.name).read_bytes()
     assert f"{len(names(recipe)) - 4} of {len(names(recipe)) - 4} tables and shards sent" in line and "private" in line
-    assert features_on_hub(recipe).items() > {"repository": "me/states", "revision": "1" * 40}.items()
+    assert find_features_on_hub(recipe).items() > {"repository": "me/states", "revision": "1" * 40}.items()
     card = hub.files["README.md"].decode()
     total = Manifest.load(recipe.paths.features).total("train", "tokens")
     assert (
@@ -95,29 +97,29 @@ def test_broken_off_they_go_on_where_they_were(recipe, hub):
 
 
 def test_another_dump_takes_the_place_of_the_one_that_is_there(recipe, hub):
-    """Its manifest goes before the first of its shards does."""
+    """The old manifest is removed before the first of its shards."""
     push(recipe)
-    mine = {"notes.md": b"mine", "more/features-train-000999.arrow": b"mine"}
-    hub.files |= {MANIFEST: b"another one", "features-train-000999.arrow": b"old", **mine}
+    user_files = {"notes.md": b"mine", "more/features-train-000999.arrow": b"mine"}
+    hub.files |= {MANIFEST: b"another one", "features-train-000999.arrow": b"old", **user_files}
     hub.files["features-train-000000.arrow"] = b"other states"
     sent = len(hub.commits)
     push(recipe)
     first, last = hub.commits[sent:]
     assert sorted(first) == ["features-train-000000.arrow", MANIFEST] and "features-train-000999.arrow" in last
-    assert set(hub.files) == names(recipe) | set(mine)
+    assert set(hub.files) == names(recipe) | set(user_files)
 
 
 def test_a_card_that_somebody_edited_stays_and_that_is_told(recipe, hub):
     push(recipe)
-    card, beside = hub.files["README.md"], recipe.paths.run / "features-README.new.md"
+    card, new_card = hub.files["README.md"], recipe.paths.run / "features-README.new.md"
     for edited in (b"# Mine\n", card.replace(b"float32", b"f32")):  # the second one keeps the mark
         hub.files["README.md"] = edited
         _, note = push_features(recipe, "me/states", private=True)
-        assert note == f"README.md in me/states is edited and stays: this dump's own is {beside}"
-        assert hub.files["README.md"] == edited and beside.read_bytes() == card
-        beside.unlink()
-    other = b"of another dump, and unedited"
-    hub.files["README.md"] = other + f"\n<!-- jakiro {hashlib.sha256(other).hexdigest()} -->\n".encode()
+        assert note == f"README.md in me/states is edited and stays: this dump's own is {new_card}"
+        assert hub.files["README.md"] == edited and new_card.read_bytes() == card
+        new_card.unlink()
+    unedited_card = b"of another dump, and unedited"
+    hub.files["README.md"] = unedited_card + f"\n<!-- jakiro {hashlib.sha256(unedited_card).hexdigest()} -->\n".encode()
     push(recipe)
     assert hub.files["README.md"] == card
 
@@ -125,8 +127,8 @@ def test_a_card_that_somebody_edited_stays_and_that_is_told(recipe, hub):
 def test_a_repository_of_other_things_is_left_alone(recipe, hub):
     names = ("data-00000-of-00001.arrow", "README.md", "train/features-train-0.arrow")
     hub.exists, hub.files = True, dict.fromkeys(names, b"x")
-    told = r"me/states holds data-00000-of-00001\.arrow, train/.* and no features: name"
-    with pytest.raises(PipelineError, match=told):
+    message = r"me/states holds data-00000-of-00001\.arrow, train/.* and no features: name"
+    with pytest.raises(PipelineError, match=message):
         push(recipe)
     assert not hub.commits
 
@@ -139,7 +141,7 @@ def change_manifest(folder: Path, **values: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda folder: (folder / HELDOUT_PROMPTS).write_text("{}\n"), f"{HELDOUT_PROMPTS}: its SHA-256 is not the"),
         (lambda folder: (folder / HELDOUT_PROMPTS).unlink(), f"{HELDOUT_PROMPTS}: it is missing"),
@@ -148,11 +150,11 @@ def change_manifest(folder: Path, **values: bool) -> None:
         (lambda folder: change_manifest(folder, fed=True), "come and go, so there are none to upload"),
     ],
 )
-def test_what_is_not_whole_is_refused_before_the_hub_is_asked(recipe, hub, change, told):
+def test_what_is_not_whole_is_refused_before_the_hub_is_asked(recipe, hub, change, message):
     change(recipe.paths.features)
-    with pytest.raises(PipelineError, match=told):
+    with pytest.raises(PipelineError, match=message):
         push(recipe)
-    assert not hub.requests and features_on_hub(recipe) is None
+    assert not hub.requests and find_features_on_hub(recipe) is None
 
 
 def test_those_of_a_store_are_brought_first(recipe, hub):
@@ -166,16 +168,16 @@ def test_those_of_a_store_are_brought_first(recipe, hub):
 
 @pytest.mark.real
 def test_a_training_reads_them_there(dumped, undisturbed, recipe, hub, tmp_path):
-    """By a recipe of other data, as the card says: its weights are those of the dump itself."""
+    """The recipe has other data, as the card says; the weights are those of a training on the dump itself."""
     push(recipe)
     card = hub.files["README.md"].decode()
     keys = tomllib.loads(re.search("(?s)```toml\n(.*?)```", card)[1])
     sets = [f"{section}.{key}={json.dumps(value)}" for section in keys for key, value in keys[section].items()]
     output = tmp_path / "elsewhere"
     (output / "features").mkdir(parents=True)
-    other = load_recipe(dumped[0], [*sets, f"output={output}"])
+    recipe = load_recipe(dumped[0], [*sets, f"output={output}"])
     sent = len(hub.commits)
-    assert "shards" in "".join(dump(other))  # there is nothing to do
+    assert "shards" in "".join(dump(recipe))  # there is nothing to do
     train_here((dumped[0], output / "features"), output, *sets)
     assert sha256(output / WEIGHTS) == sha256(undisturbed / WEIGHTS) and len(hub.commits) == sent
     with pytest.raises(PipelineError, match="nothing can be added to it"):

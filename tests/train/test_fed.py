@@ -1,5 +1,5 @@
 """A training that is fed while it runs makes the weights of one that has all shards, whichever side is killed. No more
-shards lie on the disk than there is room for, and no fewer could be made for that room.
+shards lie on the disk than there is room for, and the number of shards made is the minimum for that room.
 """
 
 import os
@@ -59,8 +59,8 @@ def prepared(dumped, output: Path) -> Recipe:
 
 @contextmanager
 def watched(folder: Path) -> Iterator[list[int]]:
-    """The bytes that train shards, with their texts, take at each look, those included that are being written."""
-    seen, done = [0], threading.Event()
+    """Record the bytes of train shards and their texts at each check, including those that are being written."""
+    sizes, done = [0], threading.Event()
 
     def look() -> None:
         while not done.wait(0.005):
@@ -68,12 +68,12 @@ def watched(folder: Path) -> Iterator[list[int]]:
             for path in folder.glob("*-train-*"):
                 with suppress(FileNotFoundError):
                     size += path.stat().st_size
-            seen.append(size)
+            sizes.append(size)
 
     with ThreadPoolExecutor(1) as thread:
         thread.submit(look)
         try:
-            yield seen
+            yield sizes
         finally:
             done.set()
 
@@ -94,13 +94,13 @@ def test_a_run_feeds_its_training_within_the_bound_and_leaves_nothing(dumped, st
     recipe = load_recipe(dumped[0], [f"output={tmp_path / 'fed'}", *FED])
     sets = override_arguments([f"output={tmp_path / 'fed'}", *FED])
     command = [sys.executable, "-m", "pipeline", "run", str(dumped[0]), "--until", "train", *sets]
-    with watched(recipe.paths.features) as seen:
+    with watched(recipe.paths.features) as sizes:
         done = run_warm(command, RAY_ADDRESS=on_cluster.address)
     assert done.returncode == 0, done.stderr
     assert sha256(tmp_path / "fed" / WEIGHTS) == stored
     everything = Manifest.load(dumped[1]).total("train", "bytes")
-    print(f"train shards took {max(seen):,} bytes at most; all of them have {everything:,}")
-    assert 0 < max(seen) <= BOUND < everything and left(recipe) == []
+    print(f"train shards took {max(sizes):,} bytes at most; all of them have {everything:,}")
+    assert 0 < max(sizes) <= BOUND < everything and left(recipe) == []
     made = r"feed: \d+ train shards made, none left; [\d,]+ tokens/s, waiting (\d+)% for room"
     (share,) = re.findall(made, done.stdout)
     assert 0 <= int(share) <= 100
@@ -110,7 +110,7 @@ def test_a_run_feeds_its_training_within_the_bound_and_leaves_nothing(dumped, st
 
 @contextmanager
 def feeder(dumped, recipe: Recipe, error: Path) -> Iterator[Forked]:
-    """A feeder's process, which writes to `error` and is killed behind the block."""
+    """A feeder's process, which writes to `error` and is killed after the block."""
     sets = override_arguments([f"output={recipe.output}", *FED])
     process = Forked([sys.executable, "preprocess/feed.py", str(dumped[0]), *sets], command_environment(), error)
     try:
@@ -130,7 +130,7 @@ def killed(process: Forked) -> None:
 def test_either_side_is_killed_and_two_ranks_make_the_weights_of_a_stored_run(dumped, by_two, tmp_path):
     sets, output, error = ["train.micro_batch=2"], tmp_path / "fed", tmp_path / "stderr"
     recipe = prepared(dumped, output)
-    with watched(recipe.paths.features) as seen, ThreadPoolExecutor(1) as thread:
+    with watched(recipe.paths.features) as sizes, ThreadPoolExecutor(1) as thread:
         with feeder(dumped, recipe, error) as first:
             kill_training(
                 dumped, output, lambda: steps_so_far(output) >= 7 or first.poll() is not None, *sets, *FED, ranks=2
@@ -144,14 +144,14 @@ def test_either_side_is_killed_and_two_ranks_make_the_weights_of_a_stored_run(du
             assert second.poll() in (None, 0), error.read_text()
             assert training.result().returncode == 0, training.result().stderr
             assert second.wait(PATIENCE) == 0, error.read_text()
-    assert 0 < max(seen) <= BOUND and left(recipe) == []
+    assert 0 < max(sizes) <= BOUND and left(recipe) == []
     assert sha256(output / WEIGHTS) == by_two
 
 
 @contextmanager
 def fed(recipe: Recipe) -> Iterator[Future[list[str]]]:
-    """What its feeder says in the end, which serves a training in this process, or others. They would wait for ever for
-    one that failed: that interrupts the test, whose error is the feeder's.
+    """Return the last lines of the feeder, which serves trainings in this process or others. They would wait for ever
+    for a feeder that failed, so its failure interrupts the test with the feeder's error.
     """
     test = threading.get_ident()
 
@@ -162,7 +162,7 @@ def fed(recipe: Recipe) -> Iterator[Future[list[str]]]:
             signal.pthread_kill(test, signal.SIGINT)
             raise
 
-    with watched(recipe.paths.features) as seen, ThreadPoolExecutor(1) as thread, without_ray():
+    with watched(recipe.paths.features) as sizes, ThreadPoolExecutor(1) as thread, without_ray():
         feeding = thread.submit(serve)
         try:
             yield feeding
@@ -171,7 +171,7 @@ def fed(recipe: Recipe) -> Iterator[Future[list[str]]]:
             write_wanted(recipe, Wanted([]))
             feeding.result(PATIENCE)
             raise
-    assert 0 < max(seen) <= BOUND and left(recipe) == []
+    assert 0 < max(sizes) <= BOUND and left(recipe) == []
 
 
 @pytest.mark.long
@@ -186,7 +186,7 @@ def test_under_zero_3_a_training_is_fed_alike(dumped, tmp_path):
 
 
 def test_until_its_patience_ends_a_training_is_fed_alike(dumped, tmp_path):
-    """What it kept is what the stored training kept; its feeder ends with it."""
+    """The fed training keeps the same weights as the stored one; its feeder ends with it."""
     sets = ["train.patience=2", "train.keep=best", "train.validate_every=2", "train.learning_rate=0.02"]
     sets, output = [*sets, "train.window=1"], tmp_path / "fed"
     train_here(dumped, tmp_path / "stored", *sets)
@@ -197,7 +197,7 @@ def test_until_its_patience_ends_a_training_is_fed_alike(dumped, tmp_path):
 
 
 def test_drafts_that_train_together_have_the_weights_that_each_has_alone(dumped, stored, tmp_path):
-    """Also where one of them had been stopped before. One pass over the states serves both."""
+    """Both drafts read one pass over the states, also if one of them was stopped before."""
     output = tmp_path / "fed"
     train_here(dumped, tmp_path / "alone", "train.window=1", draft="eagle")
     recipe = prepared(dumped, output)
@@ -234,22 +234,22 @@ def test_a_nodes_ranks_read_copies_of_shards_that_come_and_go(
     output, local, url = tmp_path / "fed", tmp_path / "local", bucket.replace("/run?", "/fed?")
     sets = [*FED, f"train.shards={local}", *([f'features.store="{url}"', "train.micro_batch=2"] * (place == "store"))]
     recipe = load_recipe(dumped[0], [f"output={output}", *sets])
-    there = Store(url if place == "store" else recipe.paths.features.as_uri())
-    first, seen, put = shard_name("train", 0), [0], Store.put
+    shard_store = Store(url if place == "store" else recipe.paths.features.as_uri())
+    first, counts, put = shard_name("train", 0), [0], Store.put
 
     def of_train() -> int:
-        return sum(size for name, size in there.sizes().items() if "-train-" in name)
+        return sum(size for name, size in shard_store.sizes().items() if "-train-" in name)
 
     def put_and_look(store: Store, path: Path) -> None:
         put(store, path)
-        seen.append(of_train())
+        counts.append(of_train())
 
     dump_here(recipe)
     feed_first(recipe, monkeypatch)
     assert of_train() > 0
     for name in (first, shard_name("train", 9)):  # damaged; one that no manifest names
         (tmp_path / name).write_bytes(b"half")
-        there.put(tmp_path / name)
+        shard_store.put(tmp_path / name)
     local.mkdir()
     for name in (first, shard_name("train", 9), f".{first}.1.tmp"):
         (local / name).write_bytes(b"half")
@@ -261,8 +261,8 @@ def test_a_nodes_ranks_read_copies_of_shards_that_come_and_go(
         else:
             train_here(dumped, output, *sets)
     assert sha256(output / WEIGHTS) == (by_two if place == "store" else stored)
-    assert max(seen) <= BOUND and 0 < max(copies) <= BOUND
-    assert max(seen) > 0 or place == "folder"  # nothing is put there
+    assert max(counts) <= BOUND and 0 < max(copies) <= BOUND
+    assert max(counts) > 0 or place == "folder"  # nothing is put there
     assert of_train() == 0 and list(local.glob("*-train-*")) == []
     assert {path.name for path in local.glob("*.arrow")} < checksums(dumped[1]).keys()
 
@@ -276,14 +276,14 @@ def feed_first(recipe: Recipe, monkeypatch) -> None:
 
 
 def test_a_shard_that_is_damaged_in_the_store_is_told_at_once(dumped, tmp_path, monkeypatch):
-    there, url = tmp_path / "there", f"file://{tmp_path}/there"
+    store_folder, url = tmp_path / "there", f"file://{tmp_path}/there"
     sets = [f"output={tmp_path / 'run'}", *FED, f"features.store={url}", f"train.shards={tmp_path / 'local'}"]
     recipe, gets, get = load_recipe(dumped[0], sets), [], Store.get
     dump_here(recipe)
     fetch(recipe, feature_spec(recipe), folder=recipe.paths.shards)
     feed_first(recipe, monkeypatch)
-    flip(there / shard_name("train", 0))
-    monkeypatch.setattr(Store, "get", lambda *given: gets.append(given) or get(*given))
+    flip(store_folder / shard_name("train", 0))
+    monkeypatch.setattr(Store, "get", lambda *arguments: gets.append(arguments) or get(*arguments))
     with pytest.raises(PipelineError, match=r"features-train-000000.arrow is damaged there, its SHA-256 is not"):
         FedStore(recipe, feature_spec(recipe)).row(0)
     assert len(gets) == 2
@@ -299,22 +299,22 @@ def test_a_shared_folder_may_show_a_shard_late(dumped, tmp_path, monkeypatch):
         time.sleep(0.2)
         (tmp_path / "late").rename(path)
         assert row.result().doc_id == store.texts.doc_id(0)
-    store.want(Wanted([]), tell=False)
+    store.request_shards(Wanted([]), notify=False)
     path.unlink()
-    monkeypatch.setattr("train.input.features.TELL_SECONDS", 0)
+    monkeypatch.setattr("train.input.features.WARNING_SECONDS", 0)
     with pytest.raises(PipelineError, match=f"{path}: it is missing. Run again"):
         store.row(0)
 
 
 def fewest(reads: Reads, now: int, room: int) -> int:
-    """The shards that have to be made, by trying all that may stay at each step."""
+    """Return the minimum number of shards to make, by trying all that may stay at each step."""
     best = {frozenset[int](): 0}  # by what is there
     for step in range(len(reads.of_steps)):
-        soon, after = frozenset(reads.upcoming(step)[:now]), dict[frozenset[int], int]()
+        soon, after = frozenset(reads.shards_by_next_use(step)[:now]), dict[frozenset[int], int]()
         for held, made in best.items():
-            for kept in combinations(held - soon, min(len(held - soon), room - len(soon))):
-                there = soon.union(kept)
-                after[there] = min(made + len(soon - held), after.get(there, 1000))
+            for kept_shards in combinations(held - soon, min(len(held - soon), room - len(soon))):
+                held_now = soon.union(kept_shards)
+                after[held_now] = min(made + len(soon - held), after.get(held_now, 1000))
         best = after
     return min(best.values())
 
@@ -328,16 +328,23 @@ def test_no_other_rule_makes_fewer_shards_within_the_room():
         steps = [set(random.choice(6, random.integers(1, 3), replace=False).tolist()) for _ in range(30)]
         reads = Reads(steps, 6)
         for step in range(30):
-            assert reads.upcoming(step) == list(dict.fromkeys(n for read in steps[step:] for n in sorted(read)))
+            assert reads.shards_by_next_use(step) == list(
+                dict.fromkeys(n for read in steps[step:] for n in sorted(read))
+            )
         for now in (2, 3):
             made = [reads.made(now, room) for room in range(now, 7)]
             assert made == [fewest(reads, now, room) for room in range(now, 7)]
             assert made[0] > made[1] > made[-1] == 6
-        assert reads.at_once(1) == 2 <= reads.at_once(2) == max(map(len, map(set.union, steps, steps[1:])))
+        assert (
+            reads.max_shards_at_once(1)
+            == 2
+            <= reads.max_shards_at_once(2)
+            == max(map(len, map(set.union, steps, steps[1:])))
+        )
 
 
 def reader_of(lists: list[Wanted], want: dict[str, str]) -> Callable[[Recipe], Wanted]:
-    """Training as its feeder sees it: it goes on to the next list as soon as it has what it reads soon."""
+    """A training as its feeder sees it: it requests the next list as soon as it has the shards that it needs soon."""
 
     def read_wanted(recipe: Recipe) -> Wanted:
         held = {name: digest for name, digest in checksums(recipe.paths.features).items() if "features-train" in name}
@@ -355,7 +362,7 @@ def test_a_feeder_makes_the_shards_of_a_stored_dump_and_keeps_those_that_fit(dum
     reads = Order(FedStore(recipe, Manifest.load(recipe.paths.features).spec), recipe.train, recipe.seed).reads
     monkeypatch.setattr("preprocess.dump.feeder.Progress", Shown)
     for room, count in ((3, 16), (4, 9), (5, 5)):
-        lists = [*(Wanted(reads.upcoming(step), 3, room) for step in range(20)), Wanted([])]
+        lists = [*(Wanted(reads.shards_by_next_use(step), 3, room) for step in range(20)), Wanted([])]
         monkeypatch.setattr("preprocess.dump.feeder.read_wanted", reader_of(lists, want))
         with without_ray():
             assert feed(recipe)[0].startswith(f"{count} train shards made, none left; ")
@@ -365,7 +372,7 @@ def test_a_feeder_makes_the_shards_of_a_stored_dump_and_keeps_those_that_fit(dum
 
 
 def test_what_was_fed_goes_and_what_a_dump_kept_stays(dumped, tmp_path, monkeypatch):
-    """Also where all that was made fitted the disk when the feeder was killed."""
+    """The rule also holds if all shards fitted the disk when the feeder was killed."""
     recipe, want, most = prepared(dumped, tmp_path / "fed"), checksums(dumped[1]), []
 
     def until(shards: int, then: Wanted | BaseException) -> Callable[[Recipe], Wanted]:
@@ -387,16 +394,19 @@ def test_what_was_fed_goes_and_what_a_dump_kept_stays(dumped, tmp_path, monkeypa
         monkeypatch.setattr("preprocess.dump.feeder.read_wanted", until(3, Wanted([])))
         assert feed(recipe) == ["0 train shards made, none left"] and most == [5, 3] and left(recipe) == []
         shutil.copytree(dumped[1], tmp_path / "kept/features")
-        kept = load_recipe(dumped[0], [f"output={tmp_path / 'kept'}", *FED])
+        kept_recipe = load_recipe(dumped[0], [f"output={tmp_path / 'kept'}", *FED])
         monkeypatch.setattr("preprocess.dump.feeder.read_wanted", lambda _: Wanted([]))
-        assert feed(kept) == ["0 train shards made, 5 left"] and checksums(kept.paths.features) == want
-        flip(kept.paths.features / shard_name("train", 2))
+        assert feed(kept_recipe) == ["0 train shards made, 5 left"] and checksums(kept_recipe.paths.features) == want
+        flip(kept_recipe.paths.features / shard_name("train", 2))
         with pytest.raises(PipelineError, match=r"kept all shards, but 1 of them .* features.keep='all'"):
-            feed(kept)
-        dump_here(load_recipe(dumped[0], [f"output={kept.output}"]))
-        manifest = dump_here(load_recipe(dumped[0], [f"output={kept.output}", *FED, "data.calibration_prompts=2"]))
+            feed(kept_recipe)
+        dump_here(load_recipe(dumped[0], [f"output={kept_recipe.output}"]))
+        manifest = dump_here(
+            load_recipe(dumped[0], [f"output={kept_recipe.output}", *FED, "data.calibration_prompts=2"])
+        )
         assert (
-            checksums(kept.paths.features).items() >= {name: want[name] for name in want if "-train-" in name}.items()
+            checksums(kept_recipe.paths.features).items()
+            >= {name: want[name] for name in want if "-train-" in name}.items()
         )
         assert not manifest.fed and manifest.lacks("train") == 0
 

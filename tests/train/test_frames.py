@@ -1,5 +1,5 @@
-"""Drafts beside EAGLE and Jakiro, trained as users train them: several states a token, heads of their own, experts,
-layers and MLPs.
+"""Further drafts, in addition to EAGLE and Jakiro, trained as users train them: several states a token, heads of their
+own, experts, layers and MLPs.
 """
 
 import json
@@ -18,7 +18,7 @@ from tests.train.runs import largest_difference, lines_of, run_training, train_h
 from train.loop import _Run
 
 pytestmark = pytest.mark.real
-APART = ["train.deepspeed={zero_optimization={stage3_param_persistence_threshold=0,stage3_max_reuse_distance=0}}"]
+PARTITIONED = ["train.deepspeed={zero_optimization={stage3_param_persistence_threshold=0,stage3_max_reuse_distance=0}}"]
 DRAFTS = {
     "eagle3": {"kind": "eagle3", "ttt_steps": 3, "vocabulary": 128},
     "jakiro": {
@@ -44,7 +44,7 @@ DRAFTS = {
 
 
 def dumped_with(target: Path, folder: Path, dtype: str | None) -> tuple[Path, Path]:
-    """(recipe file, features folder) of a recipe with these drafts; 10 steps of 8 dialogues in 2 epochs."""
+    """Return (recipe file, features folder) of a recipe with these drafts; 10 steps of 8 dialogues in 2 epochs."""
     tree = recipe_tree(target, write_sharegpt(folder / "data.json", 60), folder / "run")
     tree["data"] |= {"max_dialogues": 40, "validation_dialogues": 1}  # of two ranks one validates nothing
     tree["draft"] = DRAFTS
@@ -97,7 +97,7 @@ def test_the_loss_falls_and_its_terms_are_told(undisturbed, draft):
 def in_parts(dumped, tmp_path_factory):
     """All of them one after the other, each weight in two ranks' parts."""
     output = tmp_path_factory.mktemp("parts") / "run"
-    sets = ["train.zero_stage=3", "train.checkpoint_every=100", "train.validate_every=100", *APART]
+    sets = ["train.zero_stage=3", "train.checkpoint_every=100", "train.validate_every=100", *PARTITIONED]
     done = run_training(dumped, output, *sets, ranks=2, draft=None)
     assert done.returncode == 0, done.stdout + done.stderr
     return output
@@ -113,7 +113,7 @@ def test_zero_3_on_two_ranks_trains_alike(undisturbed, in_parts, draft):
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_a_resumed_training_gives_the_same_weights_to_the_bit(dumped, undisturbed, tmp_path, monkeypatch, draft):
-    one_step = _Run._one_step
+    one_step = _Run._train_step
 
     def broken_off(run, micro_batches):
         if run._engine.step == 7:
@@ -121,7 +121,7 @@ def test_a_resumed_training_gives_the_same_weights_to_the_bit(dumped, undisturbe
         return one_step(run, micro_batches)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(_Run, "_one_step", broken_off)
+        patch.setattr(_Run, "_train_step", broken_off)
         train_here(dumped, tmp_path, draft=draft)
     state = json.loads((tmp_path / "drafts" / draft / "resume/resume.json").read_text())
     assert state["step"] == 6
@@ -131,15 +131,15 @@ def test_a_resumed_training_gives_the_same_weights_to_the_bit(dumped, undisturbe
 
 
 def test_a_gate_that_keeps_to_few_experts_is_told(dumped, tmp_path, monkeypatch, caplog):
-    seen = []
-    told = ExpertsObjective.warning
+    penalties = []
+    warning = ExpertsObjective.warning
 
     def of_few(draft, validation):
-        seen.append(validation["balance_penalty"])
-        return told(draft, validation | {"balance_penalty": 3.9})
+        penalties.append(validation["balance_penalty"])
+        return warning(draft, validation | {"balance_penalty": 3.9})
 
     monkeypatch.setattr(ExpertsObjective, "warning", of_few)
     train_here(dumped, tmp_path, draft="jakiro")
     assert "jakiro: in each dialogue the gate keeps to few of its 8 experts (balance_penalty 3.9: " in caplog.text
     assert "1 is even, 4 the most): raise its balance_loss, which is 0.01" in caplog.text
-    assert len(seen) == 1 and 0 < seen[0] < 4.01
+    assert len(penalties) == 1 and 0 < penalties[0] < 4.01

@@ -61,12 +61,12 @@ def test_a_draft_trains_on_more_layers_to_the_bit_as_on_its_own(dumped, second, 
     _, output = dumped
     recipe = load_recipe(second)
     assert dump_here(recipe).spec.auxiliary_layers == "2"
-    own, more, fed = (tmp_path / name for name in ("own", "more", "fed"))
-    train_here((second, recipe.paths.features), own, draft="second")
+    own_dump, more, fed = (tmp_path / name for name in ("own", "more", "fed"))
+    train_here((second, recipe.paths.features), own_dump, draft="second")
     train_here((second, output / "features"), more, draft="second")
     train_here((second, output / "features"), fed, "features.keep=window", draft="second")
-    assert losses(own, "second") == losses(more, "second") == losses(fed, "second") != []
-    assert sha256(own / WEIGHTS) == sha256(more / WEIGHTS) == sha256(fed / WEIGHTS)
+    assert losses(own_dump, "second") == losses(more, "second") == losses(fed, "second") != []
+    assert sha256(own_dump / WEIGHTS) == sha256(more / WEIGHTS) == sha256(fed / WEIGHTS)
     spec = readable_spec(load_recipe(second, [f"output={output}"]))
     assert FeatureStore(output / "features", "train", spec).spec.auxiliary_layers == "2"
 
@@ -75,13 +75,13 @@ def test_a_dump_of_more_layers_is_done_and_stays_as_it_is(dumped, second):
     first, output = dumped
     recipe = load_recipe(second, [f"output={output}"])
     features = output / "features"
-    whole = [*features.glob("*.arrow"), *(features / name for name in ("manifest.json", "recipe.json"))]
-    before = {path.name: path.read_bytes() for path in whole}
+    dump_files = [*features.glob("*.arrow"), *(features / name for name in ("manifest.json", "recipe.json"))]
+    before = {path.name: path.read_bytes() for path in dump_files}
     assert features_state(recipe)[0]
     require_same_settings(recipe, ["second"])
     assert refusal(recipe) is None
-    said = dump(recipe)
-    assert said[0] == "auxiliary layers 1 2, of another recipe" and said[1:] == dump(load_recipe(first))
+    printed = dump(recipe)
+    assert printed[0] == "auxiliary layers 1 2, of another recipe" and printed[1:] == dump(load_recipe(first))
     assert before == {name: (features / name).read_bytes() for name in before}
 
 
@@ -98,9 +98,9 @@ def test_a_dump_of_more_layers_is_finished_by_its_own_recipe_alone(dumped, secon
     _, output = dumped
     (tmp_path / "run").mkdir()
     (tmp_path / "run/features").symlink_to(output / "features")
-    other = [f"output={tmp_path / 'run'}", "features.answer_tokens=5"]
+    overrides = [f"output={tmp_path / 'run'}", "features.answer_tokens=5"]
     with pytest.raises(PipelineError, match=r"layers of another recipe \(1 2\), and is not whole, or"):
-        dump(load_recipe(second, other))
+        dump(load_recipe(second, overrides))
 
 
 def test_fewer_layers_than_a_draft_reads_are_refused(dumped, second):
@@ -118,39 +118,44 @@ def test_fewer_layers_than_a_draft_reads_are_refused(dumped, second):
 def test_the_layers_that_a_recipe_beside_features_names_are_proven_by_the_hash(dumped, second):
     first, output = dumped
     recipe, spec = load_recipe(second), Manifest.load(output / "features").spec
-    whole = load_recipe(first).model_dump(mode="json")
-    told = partial(dump_differences, recipe, spec, target_layers=2)
-    assert told(find=lambda: Recorded(whole, is_whole=True)) == ""
-    lying = {**whole, "features": {**whole["features"], "auxiliary_layers": [1, 2]}}
-    assert "features.auxiliary_layers: [1, 2] -> [2]" in told(find=lambda: Recorded(lying, is_whole=True))
-    assert told(find=lambda: None).startswith("which keys differ is not known")
+    full_recipe = load_recipe(first).model_dump(mode="json")
+    differences = partial(dump_differences, recipe, spec, target_layers=2)
+    assert differences(find=lambda: Recorded(full_recipe, is_whole=True)) == ""
+    lying = {**full_recipe, "features": {**full_recipe["features"], "auxiliary_layers": [1, 2]}}
+    assert "features.auxiliary_layers: [1, 2] -> [2]" in differences(find=lambda: Recorded(lying, is_whole=True))
+    assert differences(find=lambda: None).startswith("which keys differ is not known")
 
 
 # -- other settings ---------------------------------------------------------------------------------------------------
 
-OTHER = ["data.heldout_fraction=0.3", "data.min_length=2"]
+OTHER_SETTINGS = ["data.heldout_fraction=0.3", "data.min_length=2"]
 KEYS = "data.min_length: 1 -> 2, data.heldout_fraction: 0.2 -> 0.3"
 
 
 def test_features_of_other_settings_are_refused_by_their_keys_at_every_stage(dumped, tmp_path, monkeypatch):
     first, output = dumped
-    other = load_recipe(first, OTHER)
+    other_recipe = load_recipe(first, OTHER_SETTINGS)
     monkeypatch.setattr("os.execvpe", lambda *_: pytest.fail("ranks are started"))
-    launched = partial(call, launch.main, str(first), *override_arguments(OTHER))  # before any rank is
-    checks = (partial(require_same_settings, other, []), partial(readable_spec, other), partial(dump, other), launched)
+    launched = partial(call, launch.main, str(first), *override_arguments(OTHER_SETTINGS))  # before any rank is
+    checks = (
+        partial(require_same_settings, other_recipe, []),
+        partial(readable_spec, other_recipe),
+        partial(dump, other_recipe),
+        launched,
+    )
     for refuses in checks:
         with pytest.raises(PipelineError, match=KEYS) as caught:
             refuses()
-        assert dump_hash(other) not in str(caught.value)
+        assert dump_hash(other_recipe) not in str(caught.value)
     with pytest.raises(PipelineError, match=KEYS):
-        train_here((first, output / "features"), tmp_path, *OTHER, draft="second")
-    assert features_state(other)[1].endswith(f"holds features of other settings: {KEYS}")
+        train_here((first, output / "features"), tmp_path, *OTHER_SETTINGS, draft="second")
+    assert features_state(other_recipe)[1].endswith(f"holds features of other settings: {KEYS}")
     with pytest.raises(PipelineError, match=r"of other settings, or .* \(data.calibration_prompts: 4 -> 5\)"):
         train_here((first, output / "features"), tmp_path, "data.calibration_prompts=5", draft="second")
 
 
 def test_a_resume_state_and_a_checkpoint_of_other_settings_are_refused_by_their_keys(dumped, tmp_path):
-    """In the first second of a run: a tree counts where tau decides which weights are kept."""
+    """The refusal comes in the first second of a run: a tree counts if tau decides which weights are kept."""
     first, output = dumped
     best = ["train.keep=best", f"output={tmp_path}"]
     train_here((first, output / "features"), tmp_path, best[0], draft="second")

@@ -1,4 +1,6 @@
-"""Several nodes: by Slurm's script, with a srun that starts its tasks here, and by DeepSpeed's hostfile."""
+"""Training on several nodes: by Slurm's script, with a srun that starts its tasks on this machine, and by DeepSpeed's
+hostfile.
+"""
 
 import random
 import stat
@@ -21,7 +23,7 @@ wait -n && wait -n || { kill $(jobs -p); wait; exit 1; }
 
 @pytest.fixture
 def cluster(tmp_path) -> dict[str, str]:
-    """An environment in which Slurm's commands are here."""
+    """An environment with Slurm's commands on this machine."""
     commands = tmp_path / "bin"
     commands.mkdir()
     for name, text in {"srun": SRUN, "scontrol": "#!/bin/sh\necho 127.0.0.1\necho 127.0.0.1\n"}.items():
@@ -36,7 +38,7 @@ def cluster(tmp_path) -> dict[str, str]:
 @pytest.mark.long
 @pytest.mark.skipif(not (ROOT / ".venv/bin/python").exists(), reason="the script starts the checkout's own .venv")
 def test_the_slurm_script_trains_on_two_nodes_that_are_fed_from_elsewhere(dumped, by_two, tmp_path, cluster):
-    """All see one folder. The weights are those of two ranks of a machine that has all shards."""
+    """All nodes see one folder. The weights are those of two ranks on one machine that has all shards."""
     recipe = prepared(dumped, tmp_path)
     command = ["bash", "infra/slurm/train.sbatch", str(dumped[0]), "--draft", "jakiro"]
     command += override_arguments([f"output={tmp_path}", *FED, "train.micro_batch=2"])

@@ -1,5 +1,5 @@
-"""A target whose embedding is padded beyond its tokenizer, as Qwen's are: what drafts guess there, and what remains of
-it in exports.
+"""A target whose embedding is padded beyond its tokenizer, as Qwen's are: the tokens that drafts guess, and the
+vocabulary of exports.
 """
 
 import json
@@ -23,7 +23,7 @@ from tests.pipeline.families import save
 from tests.pipeline.taught import prompt_of
 from train.loop import new_draft
 
-KNOWN, ROWS = 260, 320
+TOKENIZER_SIZE, ROWS = 260, 320
 DRAFTS = {
     "eagle": {"kind": "eagle"},
     "jakiro": {"kind": "jakiro", "vocabulary": 300},  # more than the tokenizer has
@@ -46,7 +46,7 @@ def padded(tmp_path_factory) -> tuple[Recipe, Target]:
 
 
 def made(recipe: Recipe, name: str):
-    """Saved and loaded again, with random weights: they guess anything."""
+    """Return a draft, saved and loaded again, with random weights, so that it may guess any token."""
     store = FeatureStore(recipe.paths.features, "train", Manifest.load(recipe.paths.features).spec)
     draft = new_draft(recipe, name, load_embed_head(recipe.target), store)
     checkpoint.save(recipe.paths.draft(name), draft, draft.state_dict(), recipe, name, {})
@@ -70,10 +70,10 @@ def test_no_draft_guesses_what_the_tokenizer_lacks_and_answers_are_the_targets(p
     for seed in range(2):
         for temperature in (0.0, 1.0):
             sampling = Sampling(24, frozenset(), temperature, seed=seed)
-            answered += (found := plain(target, prompt_of(seed), sampling).tokens)
-            assert speculative(target, method, prompt_of(seed), sampling).tokens == found
-    assert len(guessed) > 200 and max(guessed) < KNOWN
-    assert max(answered) >= KNOWN  # a random target's own choice, which is the truth
+            answered += (plain_answer := plain(target, prompt_of(seed), sampling).tokens)
+            assert speculative(target, method, prompt_of(seed), sampling).tokens == plain_answer
+    assert len(guessed) > 200 and max(guessed) < TOKENIZER_SIZE
+    assert max(answered) >= TOKENIZER_SIZE  # a random target's own choice, which is the truth
 
 
 def draft_mark(recipe: Recipe) -> str:
@@ -83,15 +83,15 @@ def draft_mark(recipe: Recipe) -> str:
 def test_a_validation_copy_and_a_release_know_it_too(padded, tmp_path):
     recipe, _ = padded
     draft = made(recipe, "eagle3")
-    assert checkpoint.read_config(recipe.paths.draft("eagle3")).shapes["known_tokens"] == KNOWN
+    assert checkpoint.read_config(recipe.paths.draft("eagle3")).shapes["known_tokens"] == TOKENIZER_SIZE
     draft.bind(load_embed_head(recipe.target))
     hidden = torch.randn(3, 32)
-    for one in (draft, draft.validation_copy()):
-        assert one._guessed == KNOWN
-    assert draft.logits(hidden).softmax(-1)[:, KNOWN:].count_nonzero() == 0
+    for each in (draft, draft.validation_copy()):
+        assert each._guessed == TOKENIZER_SIZE
+    assert draft.logits(hidden).softmax(-1)[:, TOKENIZER_SIZE:].count_nonzero() == 0
     (tmp_path / "release").mkdir()
-    own = recipe.paths.draft("eagle3")
-    checkpoint.export(own, tmp_path / "release", recipe.resolved("eagle3"), {}, own / RECIPE)
+    draft_folder = recipe.paths.draft("eagle3")
+    checkpoint.export(draft_folder, tmp_path / "release", recipe.resolved("eagle3"), {}, draft_folder / RECIPE)
     loaded = load(tmp_path / "release", target=recipe.target.model, dtype="float32", device="cpu")
     assert loaded.generate("why?", max_new_tokens=16).tokens == loaded.generate("why?", 16, plainly=True).tokens
 
@@ -102,8 +102,8 @@ def test_exports_have_the_targets_rows(padded, tmp_path, name, engine):
     recipe, _ = padded
     made(recipe, name)
     (tmp_path / "release").mkdir()
-    own = recipe.paths.draft(name)
-    checkpoint.export(own, tmp_path / "release", recipe.resolved(name), {}, own / RECIPE)
+    draft_folder = recipe.paths.draft(name)
+    checkpoint.export(draft_folder, tmp_path / "release", recipe.resolved(name), {}, draft_folder / RECIPE)
     export(tmp_path / "release", engine, tmp_path / "out", "me/target")
     config, weights = (
         json.loads((tmp_path / "out/config.json").read_text()),
@@ -114,4 +114,6 @@ def test_exports_have_the_targets_rows(padded, tmp_path, name, engine):
     assert config["draft_vocab_size"] == len(weights["lm_head.weight"]) == size
     if name == "reduced":
         assert len(weights["t2d"]) == ROWS and weights["t2d"].sum() == size
-        assert not weights["t2d"][KNOWN:].any()  # the tokens that it has were seen, or have the smallest numbers
+        assert not weights["t2d"][
+            TOKENIZER_SIZE:
+        ].any()  # the tokens that it has were seen, or have the smallest numbers

@@ -1,4 +1,6 @@
-"""Ranks hear each other: a healthy run is left alone, one that was suspended as well; one that is alone says so."""
+"""Heartbeats of ranks: a healthy run is not ended, nor one that was suspended; a rank that lost the others reports it
+and ends.
+"""
 
 import os
 import re
@@ -13,14 +15,14 @@ from tests.kit import ROOT, free_port
 
 RANK = """
 import sys, time, torch.distributed as dist
-from train.engine import pulse
+from train.engine import ranks
 rank, address, seconds = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
-pulse.BEAT, pulse.SILENCE = 0.1, 2.0
+ranks.HEARTBEAT_SECONDS, ranks.SILENCE_SECONDS = 0.1, 2.0
 dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=2)
-pulse.start_pulse()
+ranks.start_heartbeats()
 print("started", flush=True)
 time.sleep(seconds)
-pulse.leave_distributed()
+ranks.leave_distributed()
 print("left", flush=True)
 """
 
@@ -28,18 +30,18 @@ print("left", flush=True)
 def ranks(seconds: float) -> list[subprocess.Popen]:
     address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-c", RANK]
-    found = []
+    processes = []
     for rank in (0, 1):
         more = [str(rank), address, str(seconds)]
-        found.append(
+        processes.append(
             subprocess.Popen(
                 [*command, *more], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
             )
         )  # fmt: skip
-    for process in found:
+    for process in processes:
         assert process.stdout.readline() == "started\n", process.stderr.read()
-    return found
+    return processes
 
 
 def ended(process: subprocess.Popen) -> tuple[int, str]:
@@ -48,7 +50,7 @@ def ended(process: subprocess.Popen) -> tuple[int, str]:
 
 
 def test_a_run_longer_than_the_silence_that_was_suspended_goes_on():
-    """As by a scheduler, or with the machine that it is on."""
+    """A scheduler suspends a job, or the machine is suspended."""
     both = ranks(5)
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for process in both:

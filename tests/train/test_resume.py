@@ -9,7 +9,7 @@ import pytest
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_sealed
 from tests.kit import change_sealed, flip, replace_once
-from train.engine.resume import FORMAT, RESUME, digests, read_state, require_whole, written_by
+from train.engine.resume import FORMAT, RESUME, files_of_rank, hash_files, read_state, require_intact
 
 NAMES = ["mp_rank_00_model_states.pt", *(f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(3))]
 
@@ -23,7 +23,7 @@ def state(tmp_path) -> Path:
         (folder / name).write_bytes(bytes(range(10 + number)))
     best = tmp_path / "best-0000008.safetensors"
     best.write_bytes(b"weights")
-    files = digests(tmp_path, [*written_by(folder, 0, 2), *written_by(folder, 1, 2), best])
+    files = hash_files(tmp_path, [*files_of_rank(folder, 0, 2), *files_of_rank(folder, 1, 2), best])
     progress = {"best": {"tau": 1.25, "step": 8}, "trained_tokens": 100}
     fields = {"tag": folder.name, "step": 12, "ranks": 2, "train_hash": "0" * 16, "progress": progress, "files": files}
     write_sealed(tmp_path / RESUME, {"format": FORMAT, **fields})
@@ -38,7 +38,7 @@ def alone(monkeypatch, rank: int = 0, size: int = 1) -> None:
 def test_every_file_is_listed_once_by_the_rank_that_wrote_it(state):
     files = read_state(state)["files"]
     assert set(files) == {*(f"step-0000012/{name}" for name in NAMES), "best-0000008.safetensors"}
-    shares = [{path.name for path in written_by(state / "step-0000012", rank, 2)} for rank in range(2)]
+    shares = [{path.name for path in files_of_rank(state / "step-0000012", rank, 2)} for rank in range(2)]
     assert shares == [{NAMES[0], NAMES[1], NAMES[3]}, {NAMES[2]}]
 
 
@@ -46,14 +46,14 @@ def test_every_file_is_listed_once_by_the_rank_that_wrote_it(state):
 def test_a_flipped_byte_of_any_file_is_refused_by_name(state, monkeypatch, name):
     alone(monkeypatch)
     files = read_state(state)["files"]
-    require_whole(state, files)
+    require_intact(state, files)
     flip(state / name)
     reason = "its SHA-256 is not resume.json's: .*to train this draft from the start"
     with pytest.raises(PipelineError, match=f"resume state {state / name}: {reason}"):
-        require_whole(state, files)
+        require_intact(state, files)
     (state / name).unlink()
     with pytest.raises(PipelineError, match=f"resume state {state / name}: it is missing"):
-        require_whole(state, files)
+        require_intact(state, files)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -63,7 +63,7 @@ def test_the_ranks_of_a_host_read_every_file_once(state, monkeypatch, size):
     files = read_state(state)["files"]
     for rank in range(size):
         alone(monkeypatch, rank, size)
-        require_whole(state, files)
+        require_intact(state, files)
     assert sorted(read) == sorted(state / name for name in files)
 
 
@@ -97,7 +97,7 @@ def test_a_state_that_names_other_files_than_its_own_is_refused(state, changes):
 
 @pytest.mark.parametrize("change", [lambda raw: raw.pop("format"), lambda raw: raw.update(format=FORMAT + 1)])
 def test_a_state_of_another_version_is_refused_before_deepspeed_reads_it(state, change):
-    """Its parameters may have other names."""
+    """A state of another format is refused: its parameters may have other names."""
     change_sealed(state / RESUME, change)
     with pytest.raises(
         PipelineError, match=rf"format (None|3), expected 2: it was made by another .*or remove {state} to train"

@@ -1,4 +1,4 @@
-"""A training that begins with another draft's weights: which it takes, what it refuses, what it records."""
+"""A training that starts from another draft's weights: which it takes, what it refuses, what it records."""
 
 import json
 import shutil
@@ -88,8 +88,8 @@ def store_of(recipe: Recipe) -> FeatureStore:
 
 def begun(onward, start: Path | str, name: str, *overrides: str, differs: str = "['target']"):
     """(the draft at step 0, the start's facts, the draft without a start)."""
-    own = [f"draft.{name}.start={start}", f"draft.{name}.start_differs={differs}"]
-    plain, recipe = load_recipe(onward[0], list(overrides)), load_recipe(onward[0], [*overrides, *own])
+    start_overrides = [f"draft.{name}.start={start}", f"draft.{name}.start_differs={differs}"]
+    plain, recipe = load_recipe(onward[0], list(overrides)), load_recipe(onward[0], [*overrides, *start_overrides])
     store, embed_head = store_of(recipe), load_embed_head(recipe.target)
     started = read_start(recipe, name, embed_head, store.spec)
     draft = new_draft(recipe, name, embed_head, store, started)
@@ -120,35 +120,41 @@ def test_step_0_has_the_starts_weights_and_vocabulary_to_the_byte(onward, bases,
 def test_another_vocabulary_moves_a_heads_rows_by_their_tokens(onward, bases, name, start, size):
     overrides = [f"draft.{name}.vocabulary={size}"] if size else []
     draft, facts, cold = begun(onward, bases / start, name, *overrides)
-    got, fresh, theirs = draft.state_dict(), cold.state_dict(), load_file(bases / start / checkpoint.WEIGHTS)
-    whole = torch.arange(260)
-    ids = fresh.get("draft_token_ids", whole).tolist()
-    places = {token: place for place, token in enumerate(theirs.get("draft_token_ids", whole).tolist())}
-    assert got.get("draft_token_ids", whole).tolist() == ids
+    got, fresh, start_weights = draft.state_dict(), cold.state_dict(), load_file(bases / start / checkpoint.WEIGHTS)
+    all_ids = torch.arange(260)
+    ids = fresh.get("draft_token_ids", all_ids).tolist()
+    places = {token: place for place, token in enumerate(start_weights.get("draft_token_ids", all_ids).tolist())}
+    assert got.get("draft_token_ids", all_ids).tolist() == ids
     for tensor in set(got) - {"draft_token_ids", *ROWS[name]}:
-        assert torch.equal(got[tensor], theirs[tensor].float())
+        assert torch.equal(got[tensor], start_weights[tensor].float())
     for tensor in ROWS[name]:
         for row, token in zip(got[tensor], ids, strict=True):
-            same = theirs[tensor][places[token]].float() if token in places else fresh[tensor][ids.index(token)]
-            assert torch.equal(row, same)
+            expected = (
+                start_weights[tensor][places[token]].float() if token in places else fresh[tensor][ids.index(token)]
+            )
+            assert torch.equal(row, expected)
     assert facts["tokens_kept"] == len(places.keys() & set(ids)) and facts["tokens"] == len(ids)
     assert 0 < facts["tokens_kept"] < max(len(ids), len(places))
 
 
 def test_a_draft_in_an_engines_layout_is_a_start_too(onward, bases, tmp_path):
-    """SpecForge's, which records no target: nothing has to be allowed."""
-    theirs = load_file(bases / "eagle3" / checkpoint.WEIGHTS)
+    """SpecForge's layout records no target: nothing has to be allowed."""
+    start_weights = load_file(bases / "eagle3" / checkpoint.WEIGHTS)
     shapes = checkpoint.read_config(bases / "eagle3").shapes
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs/config.json").write_text(json.dumps({key: shapes[key] for key in SHAPE_FIELDS}))
-    offsets = theirs["draft_token_ids"] - torch.arange(64)
-    weights = {key: x for key, x in theirs.items() if key != "draft_token_ids"} | {"d2t": offsets}
+    offsets = start_weights["draft_token_ids"] - torch.arange(64)
+    weights = {key: x for key, x in start_weights.items() if key != "draft_token_ids"} | {"d2t": offsets}
     save_file(weights, tmp_path / "theirs/model.safetensors")
     for size in (64, 100):
         draft, facts, _ = begun(onward, tmp_path / "theirs", "eagle3", f"draft.eagle3.vocabulary={size}", differs="[]")
         got = draft.state_dict()
-        same = {key for key, x in got.items() if x.shape == theirs[key].shape and torch.equal(x, theirs[key].float())}
-        assert set(got) - same == (set() if size == 64 else {"draft_token_ids", "lm_head.weight"})
+        equal_keys = {
+            key
+            for key, x in got.items()
+            if x.shape == start_weights[key].shape and torch.equal(x, start_weights[key].float())
+        }
+        assert set(got) - equal_keys == (set() if size == 64 else {"draft_token_ids", "lm_head.weight"})
         assert facts["from"] == "theirs" and "target" not in facts and facts["differs"] == []
 
 
@@ -156,11 +162,14 @@ def test_what_differs_is_named_at_once_and_allowed_by_name(onward, bases, tmp_pa
     shutil.copytree(bases / "eagle3", tmp_path / "draft")
     change_sealed(tmp_path / "draft/config.json", lambda raw: raw["training"].update(template_mark="f" * 16))
     more = ["draft.eagle3.objective=acceptance", "draft.eagle3.auxiliary_layers=[2]"]
-    with pytest.raises(PipelineError) as told:
+    with pytest.raises(PipelineError) as error:
         begun(onward, tmp_path / "draft", "eagle3", *more, differs="[]")
-    for said in ("auxiliary_layers is [1, 2] there and [2] here", "objective is 'soft-ce' there and 'acceptance' here"):
-        assert said in str(told.value)
-    assert 'start_differs = ["auxiliary_layers", "objective", "target", "template"]' in str(told.value)
+    for words in (
+        "auxiliary_layers is [1, 2] there and [2] here",
+        "objective is 'soft-ce' there and 'acceptance' here",
+    ):
+        assert words in str(error.value)
+    assert 'start_differs = ["auxiliary_layers", "objective", "target", "template"]' in str(error.value)
     with pytest.raises(PipelineError, match=r"template_mark is 'f{16}' there"):
         begun(onward, tmp_path / "draft", "eagle3", more[0], differs="['target', 'objective']")
     three = "['target', 'objective', 'template']"
@@ -201,14 +210,14 @@ def test_a_folder_counts_by_its_content_and_its_place_stays_private(onward, base
     assert dump_hash(first) == dump_hash(load_recipe(onward[0]))  # one dump for warm and cold
     write_provenance(tmp_path / "written", moved)
     assert str(tmp_path) not in (tmp_path / "written/recipe.json").read_text()
-    kept = load_recipe(tmp_path / "written/recipe.json").draft["jakiro"].start
-    assert train_hash(of(kept), "jakiro") == train_hash(moved, "jakiro")
+    written_start = load_recipe(tmp_path / "written/recipe.json").draft["jakiro"].start
+    assert train_hash(of(written_start), "jakiro") == train_hash(moved, "jakiro")
     with pytest.raises(PipelineError, match=r"start='content:.*expected a draft's folder"):
-        begun(onward, kept, "jakiro")
+        begun(onward, written_start, "jakiro")
     change_sealed(tmp_path / "moved/config.json", lambda raw: raw["shapes"].update(rms_norm_eps=0.5))
-    others = {train_hash(first, "jakiro"), train_hash(moved, "jakiro"), train_hash(load_recipe(onward[0]), "jakiro")}
+    hashes = {train_hash(first, "jakiro"), train_hash(moved, "jakiro"), train_hash(load_recipe(onward[0]), "jakiro")}
     flip(tmp_path / "moved/model.safetensors")
-    assert len({*others, train_hash(moved, "jakiro")}) == 4
+    assert len({*hashes, train_hash(moved, "jakiro")}) == 4
     with pytest.raises(PipelineError, match="SHA-256 differs"):
         begun(onward, tmp_path / "moved", "jakiro")
 
@@ -230,24 +239,24 @@ def test_a_commit_of_the_hub_is_fetched_and_the_card_says_so(onward, bases, tmp_
     assert f"`{facts['sha256']}`; what differed there: target. It has 64 of this draft's 64 tokens." in body
 
 
-SAME = "draft.jakiro.vocabulary=128"  # as the undisturbed draft's
+SAME_VOCABULARY = "draft.jakiro.vocabulary=128"  # as the undisturbed draft's
 
 
 def begins_with(base: Path) -> tuple[str, ...]:
-    return SAME, f"draft.jakiro.start={base}", "draft.jakiro.start_differs=['target']"
+    return SAME_VOCABULARY, f"draft.jakiro.start={base}", "draft.jakiro.start_differs=['target']"
 
 
 @pytest.mark.real
 def test_a_trained_draft_goes_on_for_a_fine_tune_of_its_target(onward, undisturbed, tmp_path):
-    """Ahead of a cold draft all along; a stop changes no byte."""
+    """The draft is ahead of a cold one at every validation; a stop changes no byte."""
     base = undisturbed / "drafts/jakiro"
     begins = begins_with(base)
     warm, cold, stopped = (tmp_path / name for name in ("warm", "cold", "stopped"))
     train_here(onward, warm, *begins)
-    train_here(onward, cold, SAME)
+    train_here(onward, cold, SAME_VOCABULARY)
     curves = [[line["loss"] for line in lines_of(output, "validation")] for output in (warm, cold)]
     print(f"validation loss, warm and cold: {curves}")
-    assert len(curves[0]) == 3 and all(one < other for one, other in zip(*curves, strict=True))
+    assert len(curves[0]) == 3 and all(first < second for first, second in zip(*curves, strict=True))
     stopped_here(onward, stopped, *begins, saves=2)
     train_here(onward, stopped, *begins)
     assert len({sha256(output / "drafts/jakiro" / checkpoint.WEIGHTS) for output in (warm, stopped)}) == 1

@@ -1,4 +1,4 @@
-"""metrics.jsonl is the truth; the trackers see the same numbers, and no private path."""
+"""metrics.jsonl is the record; trackers get the same numbers, and no private path."""
 
 import json
 import sys
@@ -13,11 +13,11 @@ from train.tracking import Metrics, open_tracker
 
 
 class Recorded(types.ModuleType):
-    """Stands for a tracker's package: notes what it is told."""
+    """A stand-in for a tracker's package, which records its calls."""
 
-    def __init__(self, name: str, known=()):
+    def __init__(self, name: str, runs=()):
         super().__init__(name)
-        self.calls, self._known = [], list(known)
+        self.calls, self._runs = [], list(runs)
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -25,7 +25,7 @@ class Recorded(types.ModuleType):
 
         def call(*arguments, **named):
             self.calls.append((name, arguments, named))
-            return self._known if name == "search_runs" else self
+            return self._runs if name == "search_runs" else self
 
         return call
 
@@ -45,10 +45,10 @@ def test_a_tracker_sees_what_metrics_jsonl_holds(tiny_recipe, tmp_path, monkeypa
     logged = [(arguments, named) for name, arguments, named in package.calls if name in ("log", "log_metrics")]
     assert logged[0][0] == ({"train/loss": 0.5, "train/trained_tokens": 70},) and logged[0][1]["step"] == 3
     assert package.calls[-1][0] in ("finish", "end_run")
-    told = repr([call for call in package.calls if call[0] != "init"] + [
+    calls_text = repr([call for call in package.calls if call[0] != "init"] + [
         {k: v for k, v in named.items() if k != "dir"} for name, _, named in package.calls if name == "init"
     ])  # fmt: skip
-    assert str(tmp_path) not in told and "tiny-jakiro" in told
+    assert str(tmp_path) not in calls_text and "tiny-jakiro" in calls_text
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[0] == {"kind": "train", "step": 3, "loss": 0.5, "trained_tokens": 70}
     assert lines[1]["what"] == ["the stored features of dialogue x"]
@@ -62,8 +62,8 @@ def test_a_resumed_training_goes_on_in_the_same_run(tiny_recipe, tmp_path, monke
         package = Recorded("wandb")
         monkeypatch.setitem(sys.modules, "wandb", package)
         open_tracker(tracked(tiny_recipe, "wandb"), "jakiro", tmp_path)
-        (said,) = [named for name, _, named in package.calls if name == "init"]
-        ids.append(said["id"])
+        (init_arguments,) = [named for name, _, named in package.calls if name == "init"]
+        ids.append(init_arguments["id"])
     assert ids[0] == ids[1]
     run = types.SimpleNamespace(info=types.SimpleNamespace(run_id="abc"))
     package = Recorded("mlflow", [run])
@@ -73,14 +73,14 @@ def test_a_resumed_training_goes_on_in_the_same_run(tiny_recipe, tmp_path, monke
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "status"),
     [
         ("wandb", ("finish", (), {"exit_code": 1})),
         ("trackio", ("finish", (), {})),
         ("mlflow", ("end_run", ("FAILED",), {})),
     ],
 )
-def test_a_tracker_is_told_when_an_error_ended_the_training(tiny_recipe, tmp_path, monkeypatch, kind, said):
+def test_a_tracker_is_told_when_an_error_ended_the_training(tiny_recipe, tmp_path, monkeypatch, kind, status):
     package = Recorded(kind)
     monkeypatch.setitem(sys.modules, kind, package)
     with (
@@ -88,7 +88,7 @@ def test_a_tracker_is_told_when_an_error_ended_the_training(tiny_recipe, tmp_pat
         Metrics(tmp_path, 0, open_tracker(tracked(tiny_recipe, kind), "jakiro", tmp_path)),
     ):
         raise PipelineError("no room")
-    assert package.calls[-1] == said
+    assert package.calls[-1] == status
 
 
 def test_a_missing_package_is_named(tiny_recipe, tmp_path, monkeypatch):
@@ -98,7 +98,7 @@ def test_a_missing_package_is_named(tiny_recipe, tmp_path, monkeypatch):
 
 
 def test_lines_beyond_the_resumed_step_and_what_cannot_be_read_are_dropped_by_training(tmp_path):
-    """Who draws them refuses what cannot be read."""
+    """Drawing the curves refuses lines that cannot be read."""
     path, good = tmp_path / "metrics.jsonl", b'{"kind": "train", "step": 2}'
     for bad in (b'{"kind": "\xff"}', b"[" * 2000, b"[]", b'{"kind": "tr'):
         path.write_bytes(good + b"\n" + bad + b"\n" + good.replace(b"2", b"3") + b"\n")

@@ -1,5 +1,5 @@
-"""What a long training on many ranks needs: the estimate of tau, other numbers of ranks, ranks that die, figures that
-are none.
+"""Long trainings on many ranks: the estimate of tau, other numbers of ranks, ranks that die, values that are not
+finite.
 """
 
 import json
@@ -45,7 +45,7 @@ from tests.train.runs import (
     train_here,
 )
 from train import acceptance
-from train.engine.resume import digests, read_state
+from train.engine.resume import hash_files, read_state
 from train.engine.universal import convert
 
 pytestmark = pytest.mark.real
@@ -65,11 +65,11 @@ def finished(done: subprocess.CompletedProcess) -> None:
 
 
 def test_the_estimate_equals_decoding_and_the_best_weights_are_kept(tiny_target, tmp_path_factory, tmp_path):
-    """Under ZeRO-3, where no rank holds whole weights. From float32 features, since decoding rounds none."""
+    """The run uses ZeRO-3, where no rank holds complete weights, and float32 features, since decoding rounds none."""
     dumped = dump_for(tiny_target, tmp_path_factory.mktemp("exact"), stored_dtype="float32")
     sets = ["keep='best'", "decode='always'", "learning_rate=0.02"]
     both = ('draft.lookup={kind="prompt-lookup"}', 'eval.methods.both={draft="jakiro", secondary=["lookup"]}')
-    finished(run_training(dumped, tmp_path, *both, *ZERO_3, *(f"train.{one}" for one in sets), ranks=2))
+    finished(run_training(dumped, tmp_path, *both, *ZERO_3, *(f"train.{setting}" for setting in sets), ranks=2))
     held, decoded = lines_of(tmp_path, "validation"), lines_of(tmp_path, "decoded")
     taus = [line["estimated_tau"] for line in held]
     print(f"estimated tau {taus}")
@@ -84,8 +84,8 @@ def test_the_estimate_equals_decoding_and_the_best_weights_are_kept(tiny_target,
     answers = FeatureStore(recipe.paths.features, ANSWERS, Manifest.load(recipe.paths.features).spec)
     draft = checkpoint.load(recipe.paths.draft("jakiro"), fingerprint(recipe.target))
     draft.bind(load_embed_head(recipe.target))
-    watched = acceptance.both(draft, recipe.tree("jakiro")) | acceptance.hybrids(recipe, "jakiro", draft)
-    again = acceptance.figures(acceptance.estimate(draft, watched, answers, 0, 1))
+    watched = acceptance.both(draft, recipe.tree("jakiro")) | acceptance.load_hybrids(recipe, "jakiro", draft)
+    again = acceptance.to_metrics(acceptance.estimate(draft, watched, answers, 0, 1))
     assert again["estimated_tau"] == pytest.approx(max(taus), rel=1e-6)
     assert again["estimated_tau_of_both"] == pytest.approx(held[best]["estimated_tau_of_both"], rel=1e-6)
 
@@ -113,7 +113,7 @@ def rates(output: Path) -> list[float]:
 
 
 def cosine(steps: int, warmup: int = 1) -> list[float]:
-    """Of the learning rate, at each step."""
+    """Return the factor of the learning rate at each step."""
     falling = [0.5 * (1 + math.cos(math.pi * step / (steps - warmup))) for step in range(steps - warmup)]
     return [step / warmup for step in range(warmup)] + falling
 
@@ -122,7 +122,7 @@ def test_a_budget_of_tokens_ends_training_and_its_schedule_in_the_middle_of_an_e
     train_here(dumped, tmp_path, "train.tokens=4200")
     assert rates(tmp_path) == pytest.approx([1e-3 * part for part in cosine(7)])
     after = [line["trained_tokens"] for line in lines_of(undisturbed, "train")]
-    assert after[5] < 4200 < after[6] and [one["trained_tokens"] for one in lines_of(tmp_path, "train")] == after[:7]
+    assert after[5] < 4200 < after[6] and [line["trained_tokens"] for line in lines_of(tmp_path, "train")] == after[:7]
     facts = json.loads((tmp_path / "drafts/jakiro/config.json").read_text())["training"]
     assert (facts["steps"], facts["epochs"]) == (7, 2) and "cut_short" not in facts
 
@@ -140,14 +140,14 @@ def test_the_schedule_is_as_long_as_what_max_tokens_leaves_to_train_on(tiny_targ
 
 
 def test_after_ten_epochs_the_best_weights_decode_no_worse_than_the_last(dumped, tmp_path):
-    """By decoding itself, each with its own checkpoint."""
+    """Each draft is compared with decoding itself, with its own checkpoint."""
     sets = ["train.epochs=10", "train.learning_rate=0.05", "train.validate_every=5"]
     taus, steps = {}, {}
     for keep in ("best", "last"):
         train_here(dumped, tmp_path / keep, *sets, f"train.keep={keep}", "train.decode=last")
         (line,) = lines_of(tmp_path / keep, "decoded")
         taus[keep], steps[keep] = line["decoded_tau"], line["step"]
-        held = [one["estimated_tau"] for one in lines_of(tmp_path / keep, "validation")]
+        held = [line["estimated_tau"] for line in lines_of(tmp_path / keep, "validation")]
     print(f"decoded tau {taus}, estimated {held}")
     assert len(held) == 10 and steps["last"] == 50
     facts = json.loads((tmp_path / "best/drafts/jakiro/config.json").read_text())["training"]
@@ -170,8 +170,8 @@ def test_packed_rows_train_alike_on_one_and_two_ranks(dumped, tmp_path):
 
 
 def stopped(dumped, output: Path, *overrides: str, ranks: int) -> int:
-    """Starts a training and kills it at its first saved state; returns that state's step. Where it saves lies what
-    another number of ranks left there when it was killed while it saved.
+    """Start a training and kill it at its first saved state; return that state's step. The folder of that state already
+    holds a torn file of another number of ranks.
     """
     state = output / "drafts/jakiro/resume/resume.json"
     first = f"step-{load_recipe(dumped[0]).train.checkpoint_every:07d}"
@@ -179,9 +179,11 @@ def stopped(dumped, output: Path, *overrides: str, ranks: int) -> int:
     torn.parent.mkdir(parents=True)
     torn.write_bytes(b"half")
     kill_training(dumped, output, state.exists, *overrides, ranks=ranks)
-    found = json.loads(state.read_text())
-    assert set(found["files"]) == {f"{found['tag']}/{path.name}" for path in (state.parent / found["tag"]).iterdir()}
-    return found["step"]
+    resume_state = json.loads(state.read_text())
+    assert set(resume_state["files"]) == {
+        f"{resume_state['tag']}/{path.name}" for path in (state.parent / resume_state["tag"]).iterdir()
+    }
+    return resume_state["step"]
 
 
 @pytest.mark.parametrize(("stage", "before", "after"), [(2, 1, 2), (3, 2, 1)])
@@ -201,7 +203,7 @@ def test_another_number_of_ranks_goes_on(dumped, undisturbed, tmp_path, stage, b
 
 
 class Harmful:
-    """What a pickle can do that is no state of a training."""
+    """A pickle that runs code, which no state of a training does."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -212,13 +214,15 @@ class Harmful:
 
 @pytest.mark.parametrize(("stage", "before"), [(0, 1), (2, 2)])
 def test_a_strangers_resume_state_runs_no_code(dumped, tmp_path, stage, before):
-    """The file and its digest are forged alike. On one rank, by DeepSpeed itself (0) and by its converter (2)."""
+    """Both the file and its digest are forged. It is read on one rank, by DeepSpeed itself (0) and by its converter
+    (2).
+    """
     output, touched, sets = tmp_path / "run", tmp_path / "touched", [f"train.zero_stage={stage}"]
     kill_training(dumped, output, (resume := output / "drafts/jakiro/resume/resume.json").exists, *sets, ranks=before)
     state = read_state(resume.parent)
     victims = sorted((resume.parent / state["tag"]).glob("*.pt"))
     torch.save({"module": Harmful(touched), "optimizer_state_dict": Harmful(touched)}, victims[-1])
-    state["files"] |= digests(resume.parent, [victims[-1]])
+    state["files"] |= hash_files(resume.parent, [victims[-1]])
     write_sealed(resume, {key: value for key, value in state.items() if key != "sha256"})
     with pytest.raises(PipelineError, match=rf"{victims[-1].name} holds (posix|os)\.system, expected tensors alone"):
         train_here(dumped, output, *sets, *(["train.micro_batch=4"] if stage else []))
@@ -230,15 +234,15 @@ def test_a_strangers_resume_state_runs_no_code(dumped, tmp_path, stage, before):
 
 
 def ranks_of(mark: str) -> list[int]:
-    found = []
+    ranks = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
         if any(word.startswith("--local_rank") for word in words) and any(mark in word for word in words):
-            found.append(int(entry.name))
-    return found
+            ranks.append(int(entry.name))
+    return ranks
 
 
 def test_a_rank_that_dies_ends_the_others(dumped, tmp_path):
@@ -265,7 +269,7 @@ def test_a_rank_that_dies_ends_the_others(dumped, tmp_path):
 
 @pytest.fixture(scope="module")
 def poisoned(dumped, tmp_path_factory) -> tuple[tuple[Path, Path], str]:
-    """The dump with one number of one dialogue that is none, and that dialogue's id."""
+    """The dump with one value of one dialogue that is not finite, and that dialogue's id."""
     recipe, features = dumped
     folder, manifest = tmp_path_factory.mktemp("poisoned"), Manifest.load(features)
     sets = {name: [rows_of(FeatureStore(features, name, manifest.spec))] for name in (*SPLITS, ANSWERS)}
@@ -284,13 +288,13 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_dialogue(poisoned
     dump, doc_id = poisoned
     done = run_training(dump, tmp_path, ranks=2)
     assert done.returncode != 0 and "Traceback" not in done.stderr
-    said = r"step \d+: not finite: the stored features of dialogue " + re.escape(doc_id) + "[^0-9]"
-    assert re.search(said, done.stdout + done.stderr)
+    message = r"step \d+: not finite: the stored features of dialogue " + re.escape(doc_id) + "[^0-9]"
+    assert re.search(message, done.stdout + done.stderr)
     assert not (tmp_path / WEIGHTS).exists()
 
 
 def test_a_gradient_that_is_not_finite_changes_no_weight():
-    """Under every optimizer that DeepSpeed makes of AdamW; the loss is finite, so no dialogue is to blame."""
+    """Every optimizer that DeepSpeed makes of AdamW refuses it; the loss is finite, so no dialogue is named."""
     done = run_warm([sys.executable, "-m", "tests.train.gradients"])
     finished(done)
     print(done.stdout)

@@ -1,4 +1,4 @@
-"""The draft that validates beside the one that trains: the same numbers, no second storage where a rank holds whole
+"""The validation copy of the draft that trains: the same numbers, and no second storage if a rank holds complete
 weights.
 """
 
@@ -29,7 +29,7 @@ def draft(request, dumped, loaded_target, embed_head):
 
 
 def engine_of(draft, stage: int) -> SimpleNamespace:
-    """What `Engine.fill` needs of one, without DeepSpeed's."""
+    """A stand-in with what `Engine.copy_weights_to` needs, without DeepSpeed."""
     return SimpleNamespace(
         _draft=draft,
         _config=SimpleNamespace(zero_stage=stage),
@@ -41,7 +41,9 @@ def engine_of(draft, stage: int) -> SimpleNamespace:
 
 @pytest.fixture
 def gathering(monkeypatch) -> list[int]:
-    """Under ZeRO-3 a parameter is whole only while it is gathered; how many were at a time."""
+    """A record of how many parameters are gathered at a time: under ZeRO-3 a parameter is complete only while it is
+    gathered.
+    """
     sizes: list[int] = []
 
     @contextlib.contextmanager
@@ -58,22 +60,22 @@ TREE = TreeConfig(depth=3, top_k=3, nodes=7)
 
 def estimated(draft, dumped) -> dict[str, float]:
     answers = FeatureStore(dumped[1], ANSWERS, Manifest.load(dumped[1]).spec)
-    return acceptance.figures(acceptance.estimate(draft, acceptance.both(draft, TREE), answers, 0, 1))
+    return acceptance.to_metrics(acceptance.estimate(draft, acceptance.both(draft, TREE), answers, 0, 1))
 
 
 def copied(draft):
-    """What validated before: a draft of its own with a copy of the weights."""
-    other = build(draft.config, draft.shapes)
-    other.load_state_dict({name: value.clone() for name, value in draft.state_dict().items()})
-    other._embed_head = [draft.embed_head]
-    return other.eval()
+    """The reference: a separate draft with a copy of the weights."""
+    copy = build(draft.config, draft.shapes)
+    copy.load_state_dict({name: value.clone() for name, value in draft.state_dict().items()})
+    copy._embed_head = [draft.embed_head]
+    return copy.eval()
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_validation_copy_estimates_to_the_bit_what_a_copy_does(draft, dumped, gathering, stage):
     engine, copy = engine_of(draft, stage), draft.validation_copy()
     for seed in (4, 5):  # the weights move on between two validations
-        Engine.fill(engine, copy)
+        Engine.copy_weights_to(engine, copy)
         assert estimated(copy, dumped) == estimated(copied(draft), dumped)
         assert draft.training and not copy.training and not any(module.training for module in copy.modules())
         draft.initialise(seed)
@@ -84,7 +86,7 @@ def test_without_zero_3_the_validation_copy_has_no_storage_of_its_own(draft):
     copy, before = draft.validation_copy(), dict(draft.named_parameters())
     assert copy.name == "mine"
     assert all(p.is_meta for p in copy.parameters())
-    Engine.fill(engine_of(draft, 2), copy)
+    Engine.copy_weights_to(engine_of(draft, 2), copy)
     assert all(p is before[name] and p.requires_grad for name, p in copy.named_parameters())
     assert dict(draft.named_parameters()) == before and copy.embed_head is draft.embed_head
     assert {name: b.data_ptr() for name, b in copy.named_buffers()} == {
@@ -94,22 +96,22 @@ def test_without_zero_3_the_validation_copy_has_no_storage_of_its_own(draft):
 
 def test_under_zero_3_its_storage_is_made_once_and_weights_are_gathered_one_by_one(draft, gathering):
     copy, engine = draft.validation_copy(), engine_of(draft, 3)
-    Engine.fill(engine, copy)
+    Engine.copy_weights_to(engine, copy)
     places = {name: value.data_ptr() for name, value in copy.state_dict().items()}
     assert not set(places.values()) & {value.data_ptr() for value in draft.state_dict().values()}
     draft.initialise(9)
-    Engine.fill(engine, copy)
+    Engine.copy_weights_to(engine, copy)
     assert {name: value.data_ptr() for name, value in copy.state_dict().items()} == places
     assert all(torch.equal(value, copy.state_dict()[name]) for name, value in draft.state_dict().items())
     assert gathering == [1] * 2 * len(list(draft.parameters()))
 
 
 def test_decoding_casts_a_copy_and_leaves_the_weights_that_train(draft, dumped):
-    """In the target's dtype, with its own ends; the second time into the same storage."""
+    """The copy has the target's dtype and its own embedding and head; the second copy uses the same storage."""
     recipe = load_recipe(dumped[0], ["target.dtype=bfloat16"])
     answers = FeatureStore(dumped[1], ANSWERS, Manifest.load(dumped[1]).spec)
     decoder = acceptance.Decoder(recipe, answers, draft, draft.config.resolve(TREE))
-    Engine.fill(engine_of(draft, 0), copy := draft.validation_copy())
+    Engine.copy_weights_to(engine_of(draft, 0), copy := draft.validation_copy())
     before = {name: value.clone() for name, value in draft.state_dict().items()}
     first = decoder.tau(copy.state_dict(), quiet=True)
     place = decoder._draft.fc.weight.data_ptr()

@@ -7,7 +7,7 @@ from pipeline.recipe.sections import TrainConfig
 
 
 def deepspeed_config(config: TrainConfig, accumulation: int, parameters: int) -> dict[str, Any]:
-    """DeepSpeed's own configuration, derived from the recipe here and nowhere else."""
+    """Return DeepSpeed's own configuration, derived from the recipe here and nowhere else."""
     config.require_exact_sum(accumulation)
     derived = {
         "train_micro_batch_size_per_gpu": config.micro_batch,
@@ -28,17 +28,17 @@ def deepspeed_config(config: TrainConfig, accumulation: int, parameters: int) ->
     return settings
 
 
-def _merge(base: dict, over: dict, where: str) -> dict:
-    """`over` beside `base`. Raises PipelineError when it changes what is derived from the recipe's own keys."""
-    out = dict(base)
-    for key, value in over.items():
+def _merge(base: dict, overrides: dict, section: str) -> dict:
+    """Return `base` with `overrides`. Raise PipelineError if they change a value derived from the recipe's own keys."""
+    merged = dict(base)
+    for key, value in overrides.items():
         if isinstance(value, dict) and isinstance(base.get(key), dict):
-            out[key] = _merge(base[key], value, f"{where}.{key}")
+            merged[key] = _merge(base[key], value, f"{section}.{key}")
         elif key in base and value != base[key]:
             raise PipelineError(
-                f"{where}.{key}={value!r} contradicts {base[key]!r}, which follows from the recipe's own keys of "
+                f"{section}.{key}={value!r} contradicts {base[key]!r}, which follows from the recipe's own keys of "
                 "[train]: set those (micro_batch, global_batch, clip_norm, dtype, zero_stage) instead"
             )
         else:
-            out[key] = value
-    return out
+            merged[key] = value
+    return merged

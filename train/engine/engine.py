@@ -1,4 +1,4 @@
-"""DeepSpeed, and nothing else of it anywhere: building the engine, one optimiser step, resume state."""
+"""The only module that uses DeepSpeed: building the engine, one optimiser step, resume states."""
 
 import math
 import os
@@ -26,18 +26,19 @@ from pipeline.recipe.sections import TrainConfig
 from pipeline.running.cores import asked_threads, cores
 from train.engine import resume
 from train.engine.config import deepspeed_config
-from train.engine.ranks import LOOPBACK, fail_together, meet_on_host, place_on_host, start_pulse
-from train.engine.resume import BEST, FORMAT, RESUME, digests, read_state, require_whole, tag_of, written_by
+from train.engine.ranks import LOOPBACK, fail_together, join_on_loopback, local_rank_and_size, start_heartbeats
+from train.engine.resume import BEST, FORMAT, RESUME, files_of_rank, format_tag, hash_files, read_state, require_intact
 from train.engine.universal import convert
 
-# For a rank that does not answer. One that died ends the others through the launcher, or by its pulse on another host.
-PATIENCE = timedelta(minutes=30)
+# For a rank that does not answer. A rank that died ends the others through the launcher or, on another host, by its
+# missing heartbeats.
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
 
 def start_distributed() -> None:
-    """Joins the launcher's process group (a single process makes its own); sets CPU threads to what the user's
-    OMP_NUM_THREADS says, else to this rank's share of the cores.
+    """Join the launcher's process group (a single process makes its own). Set the number of CPU threads to the user's
+    OMP_NUM_THREADS, else to this rank's share of the cores.
     """
     if not dist.is_initialized():
         # DeepSpeed would compile its shared-memory all-reduce first, which serves inference only: a training killed
@@ -45,23 +46,23 @@ def start_distributed() -> None:
         # /dev/shm for good.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if "RANK" not in os.environ:  # no launcher
-            alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": 0}
-            os.environ.update({key: str(value) for key, value in alone.items()})
+            single_process = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": 0}
+            os.environ.update({key: str(value) for key, value in single_process.items()})
         device, number = get_accelerator(), int(os.environ["LOCAL_RANK"])
-        device.set_device(number)  # objects travel by the current one
-        bound = device.device_name() == "cuda" and os.environ["WORLD_SIZE"] != "1"  # as DeepSpeed does
+        device.set_device(number)  # objects are sent by the current device
+        is_bound = device.device_name() == "cuda" and os.environ["WORLD_SIZE"] != "1"  # as DeepSpeed does
         backend = device.communication_backend_name()
-        meet_on_host(backend, torch.device("cuda", number) if bound else None, PATIENCE)
-        deepspeed.init_distributed(backend, timeout=PATIENCE)  # takes over a group that is there
-        if place_on_host()[1] < dist.get_world_size():
-            start_pulse()
+        join_on_loopback(backend, torch.device("cuda", number) if is_bound else None, COLLECTIVE_TIMEOUT)
+        deepspeed.init_distributed(backend, timeout=COLLECTIVE_TIMEOUT)  # takes over a group that exists
+        if local_rank_and_size()[1] < dist.get_world_size():
+            start_heartbeats()
     if get_accelerator().device_name() == "cpu":
-        torch.set_num_threads(asked_threads() or max(1, cores() // place_on_host()[1]))
+        torch.set_num_threads(asked_threads() or max(1, cores() // local_rank_and_size()[1]))
 
 
-def read_tensors_alone() -> None:
-    """From now on torch runs no code of a pickle, though DeepSpeed asks it to (`weights_only=False`): it knows, beside
-    tensors, the classes of DeepSpeed's own states alone.
+def restrict_pickles() -> None:
+    """Make torch run no code of a pickle from now on, although DeepSpeed asks it to (`weights_only=False`): it loads
+    tensors and the classes of DeepSpeed's own states, nothing else.
     """
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
@@ -69,21 +70,21 @@ def read_tensors_alone() -> None:
 
 
 def require_dtype(dtype: str) -> None:
-    """Raises PipelineError where this machine's device does not compute in `dtype`."""
+    """Raise PipelineError if this machine's device does not compute in `dtype`."""
     device = get_accelerator()
-    known = {"float32": True, "bfloat16": device.is_bf16_supported(), "float16": device.is_fp16_supported()}
-    if not known[dtype]:
-        others = " or ".join(repr(name) for name, possible in known.items() if possible)
+    supported = {"float32": True, "bfloat16": device.is_bf16_supported(), "float16": device.is_fp16_supported()}
+    if not supported[dtype]:
+        alternatives = " or ".join(repr(name) for name, is_supported in supported.items() if is_supported)
         raise PipelineError(
-            f"train.dtype={dtype!r}, which {device.device_name()} does not compute in here: use {others}"
+            f"train.dtype={dtype!r}, which {device.device_name()} does not support on this machine: use {alternatives}"
         )
 
 
 Loss = Callable[[TrainedDraft, Batch], tuple[torch.Tensor, dict[str, dict[str, torch.Tensor]]]]
 
 
-class _Training(torch.nn.Module):
-    """What DeepSpeed calls: its forward is the loss, and the raw sums by term."""
+class _LossModule(torch.nn.Module):
+    """The module that DeepSpeed calls: its forward returns the loss, and the raw sums by term."""
 
     def __init__(self, draft: TrainedDraft, loss: Loss):
         super().__init__()
@@ -106,14 +107,14 @@ class Engine:
         folder: Path,
         train_hash: str,
     ):
-        """`loss`: an objective's. Continues from the resume state in `folder`, if there is one; then `step` and
-        `progress` say where that is.
+        """Continue from the resume state in `folder`, if there is one; `step` and `progress` are then those of the
+        state. `loss` is that of an objective.
 
-        Raises PipelineError for the state of another recipe.
+        Raise PipelineError for the state of another recipe.
         """
         self._folder, self._train_hash, self._config = folder, train_hash, config
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        state = self._found_state()
+        state = self._read_resume_state()
         self._files = state["files"] if state else {}
         universal = bool(state) and bool(config.zero_stage) and state["ranks"] != self.ranks
         require_dtype(config.dtype)
@@ -123,8 +124,8 @@ class Engine:
             betas=config.betas,
             weight_decay=config.weight_decay,
         )
-        if config.dtype == "float32" and not config.zero_stage:  # everywhere else DeepSpeed looks
-            optimizer.register_step_pre_hook(self._drop_broken_gradient)
+        if config.dtype == "float32" and not config.zero_stage:  # in all other cases DeepSpeed checks
+            optimizer.register_step_pre_hook(self._drop_nonfinite_gradient)
         if config.warms_up_throughout(steps):
             raise PipelineError(
                 f"train.warmup_steps={config.warmup_steps}, but the whole run has {steps} steps: lower it, or train "
@@ -137,7 +138,7 @@ class Engine:
         if universal:
             settings["checkpoint"] = {**settings.get("checkpoint", {}), "load_universal": True}
         self._engine, *_ = deepspeed.initialize(
-            model=_Training(draft, loss),
+            model=_LossModule(draft, loss),
             optimizer=optimizer,
             lr_scheduler=schedule,
             config=settings,
@@ -149,14 +150,14 @@ class Engine:
         self._dropped = False  # the last step's gradient
         self.step, self.progress = (state["step"], state["progress"]) if state else (0, {})
         if state:
-            self._load(self._universal(state["tag"]) if universal else state["tag"])
+            self._load_state(self._convert_state(state["tag"]) if universal else state["tag"])
 
     def advance(self, batches: list[Batch]) -> dict[str, dict[str, float]]:
-        """One optimiser step over this rank's micro-batches; returns the raw loss sums of all ranks, by branch.
+        """Take one optimiser step over this rank's micro-batches. Return the raw loss sums of all ranks, by branch.
 
         Each micro-batch's loss is its sum over the global batch's count; DeepSpeed divides by accumulation and ranks,
-        which is multiplied back here, so that the gradient is that of one large batch. Raises PipelineError where a
-        loss or gradient is not finite (once a step: nothing is saved before).
+        so the loss is multiplied by both here, and the gradient is that of one large batch. Raise PipelineError if a
+        loss or gradient is not finite (checked once a step, before anything is saved).
         """
         pooled: dict[str, dict[str, torch.Tensor]] = {}
         self._engine.train()
@@ -167,37 +168,41 @@ class Engine:
             self._engine.backward(loss * (self.ranks * self._accumulation))
             self._engine.step()
             add_sums(pooled, sums)
-        totals = self.total(pooled)
+        totals = self.sum_over_ranks(pooled)
         if not all(math.isfinite(value) for parts in totals.values() for value in parts.values()):
-            raise self._not_finite("; ".join(self._blamed(batches, pooled)))
-        self._look_at_gradient()
+            raise self._nonfinite_error("; ".join(self._find_nonfinite(batches, pooled)))
+        self._check_gradient()
         return totals
 
-    def _finite_everywhere(self, loss: torch.Tensor) -> bool:
-        bad = (~loss.detach().isfinite()).to(torch.int32)
-        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-        return not bad.item()
+    def _is_finite_on_all_ranks(self, loss: torch.Tensor) -> bool:
+        has_nonfinite = (~loss.detach().isfinite()).to(torch.int32)
+        dist.all_reduce(has_nonfinite, op=dist.ReduceOp.MAX)
+        return not has_nonfinite.item()
 
-    def _blamed(self, batches: list[Batch], sums: dict[str, dict[str, torch.Tensor]]) -> list[str]:
-        """What is not finite in these micro-batches of every rank, by dialogue. Raises PipelineError where it is the
+    def _find_nonfinite(self, batches: list[Batch], sums: dict[str, dict[str, torch.Tensor]]) -> list[str]:
+        """Return what is not finite in these micro-batches of every rank, by dialogue. Raise PipelineError if it is the
         draft's weights.
         """
-        if not all(self.gathered(self.weights_finite())):
-            raise self._not_finite("the draft's weights, after an earlier step")
-        mine = [
+        if not all(self.gather_objects(self.has_finite_weights())):
+            raise self._nonfinite_error("the draft's weights, after an earlier step")
+        causes = [
             f"the stored features of dialogue {' or '.join(ids)}"
             for batch in batches
             for ids, *states in zip(batch.documents, *batch.states, strict=True)
             if not all(state.isfinite().all() for state in states)
         ]
-        named = ", ".join(doc_id for batch in batches for ids in batch.documents for doc_id in ids)
-        wrong = [(b, name) for b, parts in sums.items() for name, value in parts.items() if not value.isfinite()]
-        mine = mine or [f"the {name} loss of branch {branch!r} on dialogues {named}" for branch, name in wrong]
-        return [line for lines in self.gathered(mine) for line in lines] or ["the loss"]
+        all_ids = ", ".join(doc_id for batch in batches for ids in batch.documents for doc_id in ids)
+        nonfinite_losses = [
+            (b, name) for b, parts in sums.items() for name, value in parts.items() if not value.isfinite()
+        ]
+        causes = causes or [
+            f"the {name} loss of branch {branch!r} on dialogues {all_ids}" for branch, name in nonfinite_losses
+        ]
+        return [line for lines in self.gather_objects(causes) for line in lines] or ["the loss"]
 
-    def _drop_broken_gradient(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Before a step of AdamW's own, with a gradient that is the same on all ranks; without one it changes
-        nothing.
+    def _drop_nonfinite_gradient(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Drop a gradient that is not finite, before a step of AdamW itself. The gradient is the same on all ranks;
+        without one the step changes nothing.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not torch.nn.utils.get_total_norm([p.grad for p in parameters]).isfinite():
@@ -205,24 +210,24 @@ class Engine:
             for parameter in parameters:
                 parameter.grad = None
 
-    def _look_at_gradient(self) -> None:
-        """Where a gradient is not finite no step is taken. In float16 that is how the loss scale is found; else it is a
-        fault.
+    def _check_gradient(self) -> None:
+        """Check that the step was taken: it is not if a gradient is not finite. In float16 that is how the loss scale
+        is found; otherwise raise PipelineError.
         """
-        fine = self._engine.was_step_applied() and not self._dropped
-        if not fine and self._config.dtype != "float16":
-            raise self._not_finite("a gradient")
-        self.overflowed = not fine
+        is_finite = self._engine.was_step_applied() and not self._dropped
+        if not is_finite and self._config.dtype != "float16":
+            raise self._nonfinite_error("a gradient")
+        self.overflowed = not is_finite
 
-    def _not_finite(self, what: str) -> PipelineError:
+    def _nonfinite_error(self, cause: str) -> PipelineError:
         return PipelineError(
-            f"step {self.step}: not finite: {what}. Features: dump that shard again (jakiro verify). "
+            f"step {self.step}: not finite: {cause}. Features: dump that shard again (jakiro verify). "
             "Else lower train.learning_rate, or train in bfloat16 or float32 if this was float16. Run again to resume "
             "from the last saved state"
         )
 
-    def weights_finite(self) -> bool:
-        """Of this rank's share."""
+    def has_finite_weights(self) -> bool:
+        """Return whether this rank's share of the weights is finite."""
         shares = (getattr(p, "ds_tensor", p) for p in self._draft.parameters())
         return all(bool(share.detach().isfinite().all()) for share in shares)
 
@@ -231,21 +236,21 @@ class Engine:
         self._engine.eval()
         return self._engine(batch.to(self.device, self.dtype))[1]
 
-    def total(self, pooled: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, float]]:
-        """Sums over all ranks, in an order that does not depend on their dictionaries'."""
+    def sum_over_ranks(self, pooled: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, float]]:
+        """Return the sums over all ranks, added in an order that does not depend on their dictionaries."""
         names = [(b, name) for b, parts in sorted(pooled.items()) for name in sorted(parts)]
         flat = torch.stack([pooled[b][name].double() for b, name in names])
         dist.all_reduce(flat)
-        out: dict[str, dict[str, float]] = {}
+        totals: dict[str, dict[str, float]] = {}
         for (b, name), value in zip(names, flat.tolist(), strict=True):
-            out.setdefault(b, {})[name] = value
-        return out
+            totals.setdefault(b, {})[name] = value
+        return totals
 
-    def gathered(self, mine: Any) -> list[Any]:
-        """Every rank's, in the order of ranks."""
-        found: list = [None] * self.ranks
-        dist.all_gather_object(found, mine)
-        return found
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the value of every rank, in the order of ranks."""
+        values: list = [None] * self.ranks
+        dist.all_gather_object(values, value)
+        return values
 
     def barrier(self) -> None:
         dist.barrier()
@@ -254,56 +259,57 @@ class Engine:
         return self._engine.get_lr()[0]
 
     @torch.no_grad()
-    def fill(self, copy: TrainedDraft) -> None:
-        """Gives the draft's `copy` its whole weights, on every rank; all take part. They are the very tensors that
-        train where a rank holds these whole; under ZeRO-3 they are gathered, one after the other, into storage of the
-        copy's own.
+    def copy_weights_to(self, copy: TrainedDraft) -> None:
+        """Give the draft's `copy` its complete weights, on every rank; all ranks take part. If each rank holds the
+        complete weights, the copy shares the tensors that train; under ZeRO-3 they are gathered, one after the other,
+        into the copy's own storage.
         """
         if self._config.zero_stage < 3:
             copy.load_state_dict(self._draft.state_dict(keep_vars=True), assign=True)
             return
         if next(copy.parameters()).is_meta:
             copy.to(self.dtype).to_empty(device=self.device)
-        self._engine.empty_partition_cache()  # nothing is on its way when it is gathered
-        kept = copy.state_dict()
+        self._engine.empty_partition_cache()  # no gather is in flight when the next one starts
+        copy_state = copy.state_dict()
         for name, parameter in self._draft.named_parameters():
             with deepspeed.zero.GatheredParameters([parameter]):
-                kept[name].copy_(parameter)
+                copy_state[name].copy_(parameter)
         for name, buffer in self._draft.named_buffers():
-            kept[name].copy_(buffer)
+            copy_state[name].copy_(buffer)
 
     # -- resume state: DeepSpeed's own files, private to the run's folder, never published -------------------------
 
     def save_resume(self, progress: dict[str, Any]) -> None:
-        """Saves what is needed to go on from here; then points `resume.json` at it; then removes the one before.
-
-        Raises PipelineError where the weights are not finite: the state before is kept.
+        """Save what is needed to continue from here, then make `resume.json` name it, then remove the previous state.
+        Raise PipelineError if the weights are not finite: the previous state is kept.
         """
-        folder, tag = self._folder, tag_of(self.step)
-        if not self._finite_everywhere(torch.tensor(0.0 if self.weights_finite() else math.nan, device=self.device)):
+        folder, tag = self._folder, format_tag(self.step)
+        if not self._is_finite_on_all_ranks(
+            torch.tensor(0.0 if self.has_finite_weights() else math.nan, device=self.device)
+        ):
             raise PipelineError(
                 f"step {self.step}: the draft's weights are not finite any more. Lower train.learning_rate, or train "
                 "in bfloat16 or float32 if this was float16, in another output folder; the resume state before it is "
                 "kept"
             )
-        if self.rank == 0:  # of a save that was broken off, perhaps by another number of ranks
+        if self.rank == 0:  # left by an interrupted save, perhaps of another number of ranks
             shutil.rmtree(folder / tag, ignore_errors=True)
         self.barrier()
         try:
             self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
             sync(folder / tag)
-            mine = digests(folder, written_by(folder / tag, self.rank, self.ranks))
+            rank_files = hash_files(folder, files_of_rank(folder / tag, self.rank, self.ranks))
         except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
             raise PipelineError(
                 f"the resume state of step {self.step} cannot be written to {folder}: {error}. The state before it is "
                 "kept: make room and run again"
             ) from None
-        files = {name: digest for share in self.gathered(mine) for name, digest in share.items()}
+        files = {name: digest for share in self.gather_objects(rank_files) for name, digest in share.items()}
         if self.rank == 0:
             best = BEST.format(step=progress["best"]["step"]) if progress.get("best") else None
             if best and (folder / best).exists():
-                known = best in self._files
-                files |= {best: self._files[best]} if known else digests(folder, [folder / best])
+                is_hashed = best in self._files
+                files |= {best: self._files[best]} if is_hashed else hash_files(folder, [folder / best])
             self._files = files
             state = {
                 "format": FORMAT,
@@ -323,14 +329,14 @@ class Engine:
                     old.unlink()
         self.barrier()
 
-    def _found_state(self) -> dict[str, Any] | None:
-        """What `resume.json` says. Raises PipelineError for the state of other settings, or one that is not whole any
-        more.
+    def _read_resume_state(self) -> dict[str, Any] | None:
+        """Return the content of `resume.json`, None if there is none. Raise PipelineError for the state of other
+        settings, or one whose files are damaged.
         """
         folder = self._folder
         with fail_together():
             state = read_state(folder)
-        tags = self.gathered(state and state["tag"])
+        tags = self.gather_objects(state and state["tag"])
         if len(set(tags)) > 1:
             raise PipelineError(
                 f"the ranks see different resume states in {folder} ({', '.join(map(str, tags))}): `output` has to be "
@@ -344,33 +350,33 @@ class Engine:
                 "another output folder"
             )
         with fail_together():
-            require_whole(folder, state["files"])
-            read_tensors_alone()
-            resume.require_tensors_alone(folder, state["tag"])
+            require_intact(folder, state["files"])
+            restrict_pickles()
+            resume.require_safe_pickles(folder, state["tag"])
         return state
 
-    def _load(self, tag: str) -> None:
+    def _load_state(self, tag: str) -> None:
         ids_U = None if self._draft.token_ids_U is None else self._draft.token_ids_U.tolist()
         loaded, _ = self._engine.load_checkpoint(str(self._folder), tag=tag)
-        what = "cannot be loaded" if loaded is None else "has another vocabulary than the dump's texts give by now"
+        problem = "cannot be loaded" if loaded is None else "has another vocabulary than the dump's texts give by now"
         if loaded is None or (ids_U is not None and ids_U != self._draft.token_ids_U.tolist()):
-            raise PipelineError(f"{self._folder / tag} {what}; remove {self._folder} to train from the start")
+            raise PipelineError(f"{self._folder / tag} {problem}; remove {self._folder} to train from the start")
 
-    def _universal(self, tag: str) -> str:
-        """ZeRO splits the state by rank; for another number of ranks DeepSpeed's own tool takes it apart by
-        parameter.
+    def _convert_state(self, tag: str) -> str:
+        """Convert the state for another number of ranks: ZeRO splits it by rank, DeepSpeed's own tool by parameter.
+        Return the folder's name.
         """
-        made = self._folder / f"universal-{tag}"
+        universal = self._folder / f"universal-{tag}"
         if self.rank == 0:
-            shutil.rmtree(made, ignore_errors=True)
-            convert(self._folder / tag, made, self.ranks)
+            shutil.rmtree(universal, ignore_errors=True)
+            convert(self._folder / tag, universal, self.ranks)
         self.barrier()
-        return made.name
+        return universal.name
 
 
 def add_sums(pooled: dict, sums: dict) -> None:
-    """Adds one forward's sums (by branch, then by name) to `pooled`."""
+    """Add one forward's sums (by branch, then by name) to `pooled`."""
     for branch, parts in sums.items():
-        mine = pooled.setdefault(branch, {})
+        branch_sums = pooled.setdefault(branch, {})
         for name, value in parts.items():
-            mine[name] = mine[name] + value if name in mine else value
+            branch_sums[name] = branch_sums[name] + value if name in branch_sums else value

@@ -1,7 +1,7 @@
-"""What resume.json says of a resume state: which files belong to it, with their SHA-256, and whether they are still
-those.
+"""The content of resume.json: which files belong to a resume state, with their SHA-256, and the check that they are
+unchanged.
 
-Knows no DeepSpeed: that its files are whole is asked before it is given them.
+This module does not use DeepSpeed: the files are checked before DeepSpeed gets them.
 """
 
 import re
@@ -12,40 +12,44 @@ import torch
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import difference, read_sealed, sha256
-from train.engine.ranks import place_on_host
+from train.engine.ranks import local_rank_and_size
 
-FORMAT = 2  # of a state: goes up when DeepSpeed's files do not fit any more, as when a parameter's name changes
-RESUME = "resume.json"  # the only truth about which resume state is whole
-BEST = "best-{step:07d}.safetensors"  # beside it: the weights with the largest estimated tau so far
+FORMAT = 2  # of a state: raised when older DeepSpeed files no longer fit, for example after a parameter is renamed
+RESUME = "resume.json"  # the only record of which resume state is complete
+BEST = "best-{step:07d}.safetensors"  # next to it: the weights with the largest estimated tau so far
 _OWNER = re.compile(r"zero_pp_rank_(\d+)_")  # DeepSpeed: a file of one rank's share
 
 Digests = dict[str, dict[str, Any]]  # by path in the resume folder: "bytes" and "sha256"
 
 
-def tag_of(step: int) -> str:
-    """The folder of a state."""
+def format_tag(step: int) -> str:
+    """Return the folder name of the state of a step."""
     return f"step-{step:07d}"
 
 
-def digests(folder: Path, paths: list[Path]) -> Digests:
-    """Of files that were just written: while they are in memory, this is their one reading."""
+def hash_files(folder: Path, paths: list[Path]) -> Digests:
+    """Return size and SHA-256 of files that were just written: this is the only time they are read, while they are
+    cached.
+    """
     return {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths
     }
 
 
-def written_by(folder: Path, rank: int, ranks: int) -> list[Path]:
-    """The files of a state that this rank wrote: its share by name, what has no rank in its name by rank 0."""
+def files_of_rank(folder: Path, rank: int, ranks: int) -> list[Path]:
+    """Return the files of a state that this rank wrote: its share by name; rank 0 wrote the files without a rank in
+    their name.
+    """
 
     def owner(path: Path) -> int:
-        found = _OWNER.search(path.name)
-        return int(found[1]) % ranks if found else 0
+        match = _OWNER.search(path.name)
+        return int(match[1]) % ranks if match else 0
 
     return sorted(path for path in folder.rglob("*") if path.is_file() and owner(path) == rank)
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:
-    """What resume.json says, None without one. Raises PipelineError where that is not what a training wrote."""
+    """Return the content of resume.json, None without one. Raise PipelineError if it is not what training wrote."""
     path = folder / RESUME
     if not path.exists():
         return None
@@ -56,45 +60,45 @@ def read_state(folder: Path) -> dict[str, Any] | None:
             f"project. Finish it with that one, or remove {folder} to train this draft from the start"
         )
     kinds = {"tag": str, "step": int, "ranks": int, "train_hash": str, "progress": dict, "files": dict}
-    wrong = [key for key, kind in kinds.items() if type(state.get(key)) is not kind]
-    if wrong or state["step"] < 0 or state["tag"] != tag_of(state["step"]):
+    wrong_keys = [key for key, kind in kinds.items() if type(state.get(key)) is not kind]
+    if wrong_keys or state["step"] < 0 or state["tag"] != format_tag(state["step"]):
         raise PipelineError(
-            f"{path}: {wrong[0] if wrong else 'tag'!r} is not what a training writes. {_remedy(folder)}"
+            f"{path}: {wrong_keys[0] if wrong_keys else 'tag'!r} is not what a training writes. {_remedy(folder)}"
         )
     best = state["progress"].get("best") or {}
-    ours = BEST.format(step=best["step"]) if type(best.get("step")) is int else None
+    best_file = BEST.format(step=best["step"]) if type(best.get("step")) is int else None
     for name in state["files"]:
-        inside = name.startswith(f"{state['tag']}/") and ".." not in name.split("/")
-        if not inside and name != ours:
+        is_in_state = name.startswith(f"{state['tag']}/") and ".." not in name.split("/")
+        if not is_in_state and name != best_file:
             raise PipelineError(f"{path}: {name!r} is no file of this state. {_remedy(folder)}")
     return state
 
 
-def require_whole(folder: Path, files: Digests) -> None:
-    """Reads this process's share of the files, so that every host reads all of them once. Raises PipelineError for the
-    first that is not the one that was saved.
+def require_intact(folder: Path, files: Digests) -> None:
+    """Check this process's share of the files, so that every host reads all of them once. Raise PipelineError for the
+    first that is not as saved.
     """
-    number, size = place_on_host()
+    number, size = local_rank_and_size()
     by_size = sorted(files, key=lambda name: (-files[name]["bytes"], name))
     for name in by_size[number::size]:
         if reason := difference(folder / name, files[name]["sha256"], files[name]["bytes"], RESUME):
             raise PipelineError(f"resume state {folder / name}: {reason}. {_remedy(folder)}")
 
 
-def require_tensors_alone(folder: Path, tag: str) -> None:
-    """Looks into this process's share of the pickles of a state, listed or not. Raises PipelineError for one that calls
-    what torch does not know as safe (`torch.serialization.add_safe_globals`).
+def require_safe_pickles(folder: Path, tag: str) -> None:
+    """Check this process's share of the pickles of a state, listed or not. Raise PipelineError for one that calls what
+    torch does not list as safe (`torch.serialization.add_safe_globals`).
     """
-    number, size = place_on_host()
+    number, size = local_rank_and_size()
     for path in sorted((folder / tag).rglob("*.pt"))[number::size]:
         try:
-            odd = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))
+            unsafe = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))
         except (RuntimeError, ValueError) as error:
-            odd = f"no archive of torch ({error})"
-        if odd:
+            unsafe = f"no archive of torch ({error})"
+        if unsafe:
             raise PipelineError(
-                f"resume state {path} holds {odd}, expected tensors alone: no training of this project saved it. It is "
-                f"not read. {_remedy(folder)}"
+                f"resume state {path} holds {unsafe}, expected tensors alone: no training of this project saved it. "
+                f"It is not read. {_remedy(folder)}"
             )
 
 

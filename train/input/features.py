@@ -1,10 +1,11 @@
-"""The features that the ranks of a node read: checked once, or fed while the training runs.
+"""The features that the ranks of a node read: checked once, or fed while training runs.
 
-Guarantees: before a run each host knows the checksum of everything that its ranks may read, whatever other hosts have
-(it reads what changed since it last read it). A damaged file anywhere ends all ranks by name, before the first step.
+Guarantees: before a run each host verifies the checksum of every file that its ranks may read, independently of other
+hosts (it reads only files that changed since it last read them). A damaged file on any host ends all ranks before the
+first step, with the file's name.
 
-Fed, a shard is there from when it was made until no step needs it. Rank 0 writes to a file, for the feeder
-(preprocess/feed.py), in which order the coming steps read the shards. The first of them are made: as many as two
+When training is fed, a shard exists from when it was made until no step needs it. Rank 0 writes to a file, for the
+feeder (preprocess/feed.py), in which order the coming steps read the shards. The first of them are made: as many as two
 windows have, or more where the steps that are read ahead need more. Others stay as long as there is room. Ranks finish
 a step together, so none of them needs what the steps before it have read. What a training that was killed reads again
 is made again.
@@ -41,26 +42,28 @@ from pipeline.features.shards import (
 from pipeline.features.text import TextTable
 from pipeline.recipe.identity import ANSWERS_KEYS
 from pipeline.recipe.recipe import Recipe
-from train.engine.ranks import by_rank_0, fail_together, place_on_host
+from train.engine.ranks import fail_together, local_rank_and_size, run_on_rank_0
 
-LOOK_SECONDS = 0.05  # between two looks for a shard
-TELL_SECONDS = 60  # of waiting for one, after which training says so
-FRAME_BYTES = 2048  # of a row: more than Arrow takes around its states
+POLL_SECONDS = 0.05  # between two checks for a shard
+WARNING_SECONDS = 60  # of waiting for a shard, after which a warning is logged
+ROW_OVERHEAD_BYTES = 2048  # of a row: an upper bound of Arrow's overhead around its states
 log = logging.getLogger(__name__)
 
 
 class FedStore(FeatureStore):
-    """All of the train table's dialogues. `records` are what the shards will be, their bytes an upper bound. A row is
-    waited for until its shard is there.
+    """The train table's dialogues, in shards that are made while training runs. `records` describe the shards to come;
+    their bytes are an upper bound. Reading a row blocks until its shard exists.
     """
 
     def __init__(self, recipe: Recipe, expected: FeatureSpec):
-        """Raises PipelineError for an unfinished or foreign dump."""
+        """Raise PipelineError for an unfinished dump, or one of another recipe."""
         self._recipe, self._folder = recipe, recipe.paths.shards
         self._source = store_of(recipe, self._folder) if recipe.paths.copies else None
         self._open: dict[int, pa.ipc.RecordBatchFileReader] = {}
-        self.at: dict[Any, int] = {}  # the step that each of its readers is at
-        self._news: tuple[set[int], int] | None = None  # what the last step wanted soon, and how many in all
+        self.reader_steps: dict[Any, int] = {}  # the current step of each reader
+        self._last_request: tuple[set[int], int] | None = (
+            None  # the shards that the last step needed soon, and how many in all
+        )
         super().__init__(self._folder, "train", expected)
 
     def _opened(self, folder: Path, manifest: Manifest, split: str) -> tuple[list[ShardRecord], TextTable]:
@@ -69,59 +72,66 @@ class FedStore(FeatureStore):
         for index, first in enumerate(range(0, len(texts), size)):
             lengths = texts.lengths_N[first : first + size]
             rows, tokens = len(lengths), int(lengths.sum())
-            most = tokens * token_bytes(self.stored.stored_dtype, self.stored.hidden_size, 1 + self.stored.auxiliary)
-            most += FRAME_BYTES * (rows + 1)
-            records.append(ShardRecord(shard_name(split, index), split, index, rows, tokens, 0, most, ""))
+            max_bytes = tokens * token_bytes(
+                self.stored.stored_dtype, self.stored.hidden_size, 1 + self.stored.auxiliary
+            )
+            max_bytes += ROW_OVERHEAD_BYTES * (rows + 1)
+            records.append(ShardRecord(shard_name(split, index), split, index, rows, tokens, 0, max_bytes, ""))
         return records, texts
 
-    def room(self, now: int) -> int:
-        """How many shards the recipe has room for, whichever they are. `now`: so many are needed at once, and are all
-        that there is room for unless the recipe gives bytes. Raises PipelineError where these are too few.
+    def count_room(self, now: int) -> int:
+        """Return how many shards the recipe has room for, whichever they are. `now` shards are needed at once, and
+        there is room for no more unless the recipe sets a size in bytes. Raise PipelineError if that size is too small.
         """
-        bound = self._recipe.features.disk_bytes
-        if not bound:
+        disk_bytes = self._recipe.features.disk_bytes
+        if not disk_bytes:
             return now
-        most_S = np.cumsum(sorted((record.bytes for record in self.records), reverse=True))
-        if most_S[now - 1] > bound:
+        max_bytes_S = np.cumsum(sorted((record.bytes for record in self.records), reverse=True))
+        if max_bytes_S[now - 1] > disk_bytes:
             raise PipelineError(
-                f"features.disk_bytes={bound:,}, but the {now} shards that training may need at once take up to "
-                f"{most_S[now - 1]:,}: raise it, or lower train.window or features.rows_per_shard"
+                f"features.disk_bytes={disk_bytes:,}, but the {now} shards that training may need at once take up to "
+                f"{max_bytes_S[now - 1]:,}: raise it, or lower train.window or features.rows_per_shard"
             )
-        return int(np.searchsorted(most_S, bound, side="right"))
+        return int(np.searchsorted(max_bytes_S, disk_bytes, side="right"))
 
-    def want(self, wanted: Wanted, tell: bool) -> None:
-        """What is read from now on. `tell`: on the one rank that tells the feeder."""
-        soon = set(wanted.soon)
-        news = soon, len(wanted.shards)
-        if news == self._news:  # the order of the others is what it was
+    def request_shards(self, request: Wanted, notify: bool) -> None:
+        """Request the shards that are read from now on. `notify` is set on the one rank that writes the request for the
+        feeder.
+        """
+        soon = set(request.soon)
+        latest = soon, len(request.shards)
+        if latest == self._last_request:  # the order of the other shards is unchanged
             return
-        self._news = news
-        for index in set(self._open).difference(soon):  # its space is free when every rank has closed it
+        self._last_request = latest
+        for index in set(self._open).difference(soon):  # its space is freed when every rank has closed it
             del self._open[index]
         remove_copies(self._recipe, soon)
-        if tell:
-            write_wanted(self._recipe, wanted)
+        if notify:
+            write_wanted(self._recipe, request)
 
     def _reader(self, shard: int) -> pa.ipc.RecordBatchFileReader:
         begin, waited = time.monotonic(), 0.0
         while (reader := self._open.get(shard)) is None:
-            if (record := self._listed(shard)) and (reader := self._arrived(record, waited)) is not None:
+            if (record := self._find_record(shard)) and (reader := self._try_open(record, waited)) is not None:
                 self._open[shard] = reader
                 break
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
             before, waited = waited, time.monotonic() - begin
-            if before // TELL_SECONDS < waited // TELL_SECONDS:
-                where = wanted_file(self._recipe)
-                log.warning("training waits for shard %d: does preprocess/feed.py run, and see %s?", shard, where)
+            if before // WARNING_SECONDS < waited // WARNING_SECONDS:
+                request_file = wanted_file(self._recipe)
+                log.warning(
+                    "training waits for shard %d: does preprocess/feed.py run, and see %s?", shard, request_file
+                )
         return reader
 
-    def _listed(self, index: int) -> ShardRecord | None:
+    def _find_record(self, index: int) -> ShardRecord | None:
         shards = Manifest.load(self._recipe.paths.features).of("train")
         return next((record for record in shards if record.index == index), None)
 
-    def _arrived(self, record: ShardRecord, waited: float, tries: int = 2) -> pa.ipc.RecordBatchFileReader | None:
-        """None where it went at this moment: the feeder makes it again. Raises PipelineError for a damaged one, for one
-        that cannot be fetched, and for one that a shared folder lacks for long: it may show a new file late.
+    def _try_open(self, record: ShardRecord, waited: float, tries: int = 2) -> pa.ipc.RecordBatchFileReader | None:
+        """Return a reader of the shard, None if it was removed at this moment: the feeder makes it again. Raise
+        PipelineError for a damaged shard, for one that cannot be fetched, and for one that a shared folder lacks for
+        long: it may show a new file late.
         """
         path = self._folder / record.name
         try:
@@ -133,20 +143,20 @@ class FedStore(FeatureStore):
                 raise PipelineError(f"feature shard {path}: {reason}. Run again")
             return open_shard(self._folder, record, self.stored)
         except (PipelineError, OSError) as error:
-            if record != self._listed(record.index):
+            if record != self._find_record(record.index):
                 return None
-            late = not self._recipe.features.store and not (self._recipe.paths.features / record.name).exists()
-            if late and waited < TELL_SECONDS:
+            may_come_late = not self._recipe.features.store and not (self._recipe.paths.features / record.name).exists()
+            if may_come_late and waited < WARNING_SECONDS:
                 return None
-            if tries == 1:  # else it went, and is there again
+            if tries == 1:  # otherwise it was removed and made again
                 raise PipelineError(f"feature shard {record.name}: {error}") from None
-            time.sleep(LOOK_SECONDS)
-            return self._arrived(record, waited, tries - 1)
+            time.sleep(POLL_SECONDS)
+            return self._try_open(record, waited, tries - 1)
 
 
-def remove_copies(recipe: Recipe, kept: set[int]) -> None:
-    """This node's, of other shards. A rank that still reads one goes on."""
-    names = {shard_name("train", index) for index in kept}
+def remove_copies(recipe: Recipe, needed: set[int]) -> None:
+    """Remove this node's copies of all shards but the needed ones. A rank that still reads one can continue."""
+    names = {shard_name("train", index) for index in needed}
     for path in recipe.paths.shards.glob("features-train-*") if recipe.paths.copies else ():
         if path.name not in names:
             path.unlink(missing_ok=True)
@@ -156,29 +166,33 @@ Stores = tuple[FeatureStore, FeatureStore, FeatureStore | None]
 
 
 def open_checked(recipe: Recipe, expected: FeatureSpec) -> Stores:
-    """The dump's training and held-out dialogues, and the target's answers to calibration prompts where it has any. All
-    ranks take part.
+    """Return the dump's training and held-out dialogues, and the target's answers to calibration prompts if it has any.
+    All ranks take part.
 
-    Raises PipelineError, on all of them, where a rank's host has a damaged shard, where there is nothing to train on,
-    or where the recipe's keys need answers that are not there.
+    Raise PipelineError, on all ranks, if a rank's host has a damaged shard, if there is nothing to train on, or if the
+    recipe's keys require answers that are missing.
     """
     with fail_together():
-        _require_whole(recipe)
+        _require_intact(recipe)
         return stores(recipe, expected)
 
 
-def _require_whole(recipe: Recipe) -> None:
-    """The ranks of a host share its shards among them."""
-    number, count = place_on_host()
-    folder, brought = recipe.paths.shards, recipe.features.store or recipe.train.shards
-    files = Manifest.load(folder).lasting(recipe.features.keep)  # what training is fed with it checks as it comes
+def _require_intact(recipe: Recipe) -> None:
+    """Check the shards of this host; its ranks share the work."""
+    number, count = local_rank_and_size()
+    folder, is_copied = recipe.paths.shards, recipe.features.store or recipe.train.shards
+    files = Manifest.load(folder).lasting(recipe.features.keep)  # fed shards are checked as they arrive
     files = files[number::count]
     for record, reason in zip(files, damages(folder, files), strict=True):
         if reason:
-            again = f"jakiro verify {folder} --recipe RECIPE --repair"
+            command = f"jakiro verify {folder} --recipe RECIPE --repair"
             raise PipelineError(
                 f"{kind_of(record)} {folder / record.name} on {socket.gethostname()}: {reason}. "
-                + ("Remove it and run again: it is brought anew" if brought else f"It can be dumped again: {again}")
+                + (
+                    "Remove it and run again: it is fetched again"
+                    if is_copied
+                    else f"It can be dumped again: {command}"
+                )
             )
 
 
@@ -198,8 +212,12 @@ def stores(recipe: Recipe, expected: FeatureSpec) -> Stores:
         )
     if manifest.total(ANSWERS, "rows"):
         if manifest.answers_hash != answers_hash(recipe, manifest.spec.recipe):
-            found = recorded(recipe.paths.features)
-            keys = found.differences(recipe, ANSWERS_KEYS) if found else f"one of {', '.join(ANSWERS_KEYS)}"
+            dump_provenance = recorded(recipe.paths.features)
+            keys = (
+                dump_provenance.differences(recipe, ANSWERS_KEYS)
+                if dump_provenance
+                else f"one of {', '.join(ANSWERS_KEYS)}"
+            )
             raise PipelineError(
                 f"{folder}: its answers to calibration prompts are of other settings, or of a target that ended them "
                 f"at other tokens ({keys or 'the settings are the same'}). Run the dump again: it keeps the rest"
@@ -222,18 +240,18 @@ def stores(recipe: Recipe, expected: FeatureSpec) -> Stores:
 
 
 def require_shared(folder: Path) -> None:
-    """All ranks take part. Raises PipelineError where one of them does not see what rank 0 writes into `folder`."""
+    """Check that every rank sees what rank 0 writes into `folder`, else raise PipelineError. All ranks take part."""
 
     def leave_mark() -> Path:
         mark = folder / f".seen-{uuid.uuid4().hex}.tmp"
         mark.touch()
         return mark
 
-    mark = by_rank_0(leave_mark)
+    mark = run_on_rank_0(leave_mark)
     with fail_together():
         if not mark.exists():
             raise PipelineError(
                 f"{folder} on {socket.gethostname()} is not the one of rank 0, but resume states need an output that "
                 "all nodes see"
             )
-    mark.unlink(missing_ok=True)  # all have looked
+    mark.unlink(missing_ok=True)  # every rank has checked
