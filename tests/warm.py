@@ -42,8 +42,8 @@ def run_forked(
         for stream in streams:
             stream.touch()
         running = [
-            FORKS.Process(target=_command, args=(arguments, {**environment, **own}, list(map(str, streams))))
-            for arguments, own in commands
+            FORKS.Process(target=_command, args=(arguments, {**environment, **variables}, list(map(str, streams))))
+            for arguments, variables in commands
         ]
         for process in running:
             process.start()
@@ -51,7 +51,7 @@ def run_forked(
         try:
             while running:
                 assert connection.wait([process.sentinel for process in running], deadline - time.monotonic()), commands
-                for process in [one for one in running if one.exitcode is not None]:
+                for process in [candidate for candidate in running if candidate.exitcode is not None]:
                     running.remove(process)
                     statuses.append(process.exitcode)
                 if any(statuses):
@@ -68,9 +68,9 @@ class Forked:
     """A Python command in a session of its own: what tests need of a `subprocess.Popen`."""
 
     def __init__(
-        self, command: list[str], environment: dict[str, str], error: Path | None = None, said: Path | None = None
+        self, command: list[str], environment: dict[str, str], error: Path | None = None, output: Path | None = None
     ):
-        streams = [str(path or os.devnull) for path in (said, error)]
+        streams = [str(path or os.devnull) for path in (output, error)]
         self._process = FORKS.Process(
             target=_command, args=(command[1:], environment, streams), kwargs={"session": True}
         )

@@ -23,7 +23,7 @@ _place: Path | None = None  # file of this process's records
 def publish(run: Path, stage: str) -> None:
     """Set the run's folder as the place of this process's progress records."""
     global _place
-    _record_path = run / METRICS / f"{stage}.json"
+    _place = run / METRICS / f"{stage}.json"
 
 
 @dataclass(frozen=True)

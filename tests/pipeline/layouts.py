@@ -15,13 +15,13 @@ BLOCKS = {  # beside shapes; that places see their whole block is what speculato
 
 
 def with_settings(recipe: Recipe, settings: dict, **changes) -> Recipe:
-    """Whose one draft, `theirs`, has these."""
+    """Return a recipe whose one draft, `theirs`, has these settings."""
     tree = recipe.model_dump(mode="json") | {"draft": {"theirs": settings}} | changes
     tree["publish"]["draft"] = "theirs"
     return Recipe.model_validate(tree)
 
 
-def assert_imported(recipe: Recipe, ours: dict[str, torch.Tensor]) -> None:
-    """To the bit."""
+def assert_imported(recipe: Recipe, expected: dict[str, torch.Tensor]) -> None:
+    """Check that the imported weights equal the original ones to the bit."""
     weights = load_file(recipe.paths.draft("theirs") / "model.safetensors")
-    assert weights.keys() == ours.keys() and all(torch.equal(x, ours[name]) for name, x in weights.items())
+    assert weights.keys() == expected.keys() and all(torch.equal(x, expected[name]) for name, x in weights.items())

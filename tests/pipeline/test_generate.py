@@ -93,7 +93,7 @@ def test_the_repetition_penalty_is_every_nodes_own(loaded_target, text, taught_d
     sampling = Sampling(30, NEVER, repetition_penalty=1.4)
     want = plain(loaded_target, prompt, sampling).tokens
     assert want != plain(loaded_target, prompt, Sampling(30, NEVER)).tokens
-    theirs = loaded_target.model.generate(
+    transformers_ids = loaded_target.model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         do_sample=False,
@@ -101,7 +101,7 @@ def test_the_repetition_penalty_is_every_nodes_own(loaded_target, text, taught_d
         repetition_penalty=1.4,
         pad_token_id=0,
     )[0, len(prompt) :].tolist()
-    assert want[: len(theirs)] == theirs
+    assert want[: len(transformers_ids)] == transformers_ids
     assert speculative(loaded_target, draft, prompt, sampling).tokens == want
 
 
@@ -129,7 +129,7 @@ def test_a_round_reuses_every_accepted_tokens_keys_and_values(loaded_target, tex
 
 
 def test_a_compiled_target_decodes_the_same_answers(tiny_target, loaded_target, embed_head):
-    """With drafts of other layers one after the other; on a CPU the compiler's front end alone."""
+    """Use drafts of other layers one after the other; on a CPU only the compiler's front end runs."""
     compiled = Target(TargetConfig(model=str(tiny_target), device="cpu"), "float32")
     compiled.compile(backend="eager")
     deep, prompt = TREES["deep"], prompt_of(1)
@@ -181,9 +181,9 @@ class Oracle:
         return SimpleNamespace(verified=0)
 
     def _logits(self, position, depth):
-        known = self.sequence[position] if position < len(self.sequence) else 0
+        token = self.sequence[position] if position < len(self.sequence) else 0
         logits = torch.linspace(0, 1, self.vocabulary)
-        logits[known] = 40.0 if self.right(position, depth) else -1e9
+        logits[token] = 40.0 if self.right(position, depth) else -1e9
         return logits
 
     def _output(self, width, position, depth, request):
