@@ -136,7 +136,7 @@ def write_recipe(tree: dict, path: Path) -> Path:
 
 
 def change_sealed(path: Path, change: Callable[[dict], object]) -> None:
-    """Another file with a right seal: whoever refuses it refuses what it says."""
+    """Write a changed file with a correct seal, so that a refusal is one of its content."""
     raw = json.loads(path.read_text())
     change(raw)
     write_sealed(path, raw)
@@ -204,7 +204,7 @@ def dump_here(recipe: Recipe) -> Manifest:
 
 
 def run_command(arguments: list[str], **environment: str) -> subprocess.CompletedProcess:
-    """Runs one of the project's commands from the checkout, as a user would."""
+    """Run one of the project's commands from the checkout, as a user would."""
     return subprocess.run(
         arguments, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, env=command_environment(**environment)
     )
@@ -219,7 +219,7 @@ def run_warm(arguments: list[str], **environment: str) -> subprocess.CompletedPr
 
 
 def call(main: Callable[[], None], *arguments: str) -> None:
-    """Runs a command's `main` in this process: for what need not be shown of a process. Raises PipelineError."""
+    """Run a command's `main` in this process, for tests that need no separate process. Raise PipelineError."""
     with mock.patch.object(sys, "argv", [main.__module__, *arguments]):
         main()
 
@@ -281,7 +281,7 @@ def holds_files(pid: int) -> bool:
 def wait_until(
     happened: Callable[[], bool], process: subprocess.Popen | Forked | None = None, seconds: float = PATIENCE
 ) -> float:
-    """Waits until something happened, and returns the seconds that it took: a measure of this machine, here and now. A
+    """Wait until something happened, and return the seconds that it took: a measure of this machine at this time. A
     test that has to give up sooner than after `PATIENCE` derives its `seconds` from such a measure. A `process` that
     ends before is not waited for.
     """

@@ -33,8 +33,8 @@ FORKS.set_forkserver_preload(
 def run_forked(
     commands: list[tuple[list[str], dict[str, str]]], environment: dict[str, str], seconds: float
 ) -> subprocess.CompletedProcess:
-    """Runs Python `commands` (arguments behind the interpreter: a script or `-m` and a module; variables of its own) at
-    the same time, as ranks are. When one fails, the others are killed, as a launcher does. The status is the first
+    """Run Python `commands` (the interpreter's arguments: a script or `-m` and a module; variables of its own) at the
+    same time, as ranks are. When one fails, the others are killed, as a launcher does. The status is the first
     failure's.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -143,7 +143,7 @@ def warm_workers() -> Iterator[str]:
         number = listening.fileno()
         command = [sys.executable, "-m", "tests.warm", str(number)]
         with subprocess.Popen(command, cwd=ROOT, pass_fds=[number], stdin=subprocess.PIPE):
-            yield str(launcher)  # behind it the server's input ends
+            yield str(launcher)  # after this the server's input ends
 
 
 def fork_workers(listening: socket.socket) -> None:

@@ -11,7 +11,7 @@ from pipeline.drafts.parts.layers import shapes_of
 from tests.pipeline.layouts import with_settings
 from tests.pipeline.taught import VARIANTS, greedy, prompt_of, taught
 
-RELEASED_CONFIG = {  # what a released config.json says beside the target's own fields
+RELEASED_CONFIG = {  # a released config.json without the target's own fields
     "hidden_size": 32,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

@@ -45,7 +45,7 @@ class Script:
 
 
 def every_outcome(decide: Callable[[Script], T]) -> Iterator[tuple[T, float]]:
-    """Runs `decide` once for every sequence of possible choices: its result and the probability of the sequence."""
+    """Run `decide` once for every sequence of possible choices: its result and the probability of the sequence."""
     choices: list[int] = []
     while True:
         script = Script(choices)

@@ -8,7 +8,7 @@ from pipeline.recipe.recipe import Recipe
 EAGLE, EAGLE_3 = {"kind": "eagle"}, {"kind": "eagle3"}
 P_EAGLE = {"kind": "p-eagle", "layers": 2, "depths": 3, "mask_token": 258}
 DFLASH = {"kind": "dflash", "layers": 2, "block": 4, "auxiliary_layers": [1, 2], "mask_token": 258}
-BLOCKS = {  # beside shapes; that places see their whole block is what speculators' default is not
+BLOCKS = {  # without shapes; positions see their whole block, unlike speculators' default
     **{"block_size": 4, "aux_hidden_state_layer_ids": [1, 2], "mask_token_id": 258, "num_hidden_layers": 2},
     **{"layer_types": ["sliding_attention"] * 2, "sliding_window": 24, "sliding_window_non_causal": True},
 }

@@ -63,7 +63,7 @@ VARIANTS = {
     "small-llama": SmallLlamaConfig(width=32, mlp_width=48),
     "small-llama, reduced": SmallLlamaConfig(width=32, mlp_width=48, vocabulary=100),
 }
-# Kinds of trees beside the dynamic ones above: (draft, its tree)
+# Kinds of trees in addition to the dynamic ones above: (draft, its tree)
 KINDS = {
     "eagle-1": ("eagle", {"paths": "eagle-1"}),
     "eagle-1, drawn": ("eagle", {"paths": "eagle-1", "siblings": "drawn"}),
@@ -116,7 +116,7 @@ def grown(draft, **tree) -> LoadedMethod:
 
 
 def states_for(draft, count, seed=0):
-    """Random states of a target, as many as the draft wants."""
+    """Random states of a target, as many as the draft requires."""
     required = draft.needs.final + len(draft.needs.auxiliary)
     return torch.randn(count, required, 32, generator=torch.Generator().manual_seed(seed))
 

@@ -306,7 +306,7 @@ def test_the_marked_tokens_are_exactly_the_answers(exchanges, with_system):
     assert marked == "".join(f"{answer}<|end|>" for _, answer in exchanges)
 
 
-# -- what lies behind the cut ------------------------------------------------------------------------------------------
+# -- messages after the cut --------------------------------------------------------------------------------------------
 
 
 def encode_throughout(tokenizer, messages, max_length, last_only) -> list[tuple[list[int], list[int]]] | str:
@@ -478,7 +478,7 @@ def test_the_work_of_one_record_is_bounded(monkeypatch):
     messages = exchanges(60)
     with chat.bounded_work(), pytest.raises(Unusable, match=r"^too_long_to_render$"):
         chat.encode(byte_tokenizer(), messages, None)
-    for _ in range(5):  # each record begins anew
+    for _ in range(5):  # each record starts at zero
         with chat.bounded_work():
             chat.encode(byte_tokenizer(), messages[:8], None)
     assert len(chat.prompt_ids(byte_tokenizer(), messages[:-1] * 20)) > 10_000  # no record

@@ -1,4 +1,6 @@
-"""Speculative decoding beside plain decoding on the tiny target: same tokens, same distribution, honest counts."""
+"""Speculative decoding compared with plain decoding on the tiny target: same tokens, same distribution, honest
+counts.
+"""
 
 from types import SimpleNamespace
 
@@ -316,7 +318,7 @@ def test_every_nodes_states_are_a_plain_forwards_of_its_path_whatever_was_accept
 def test_the_loop_feeds_the_draft_true_states_beside_the_tokens_after_them(
     loaded_target, text, taught_drafts, variant, monkeypatch
 ):
-    """Everything that `start` was given over a whole answer: plain decoding's states of t_i, beside t_{i+1}."""
+    """Everything that `start` was given over a whole answer: plain decoding's states of t_i, with t_{i+1}."""
     prompt, draft, fed = text[0], taught_drafts[variant], []
     start = draft.start
 
@@ -335,7 +337,7 @@ def test_the_loop_feeds_the_draft_true_states_beside_the_tokens_after_them(
 
 
 def test_answers_that_share_the_prompts_forward_are_those_that_do_not(loaded_target, embed_head):
-    """One after the other, of methods that want different states of the target, each with its own room."""
+    """One after the other, of methods that require different states of the target, each with its own room."""
     prompt, sampling = prompt_of(1), Sampling(24, NEVER)
     methods = [
         grown(make_draft(loaded_target, embed_head, VARIANTS[name]), depth=3, top_k=3, nodes=8)

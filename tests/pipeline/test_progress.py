@@ -52,7 +52,7 @@ def test_loading_is_no_part_of_the_works_time(clock):
         assert shown.event.line() == (
             "dump: 200 of 1,000 tokens (20%), 10 tokens/s, about 75 s left, now shard train-1"
         )
-        shown.reach(150)  # a worker that is lost begins anew: what is done never falls
+        shown.reach(150)  # after a worker failure its part begins again: the finished work never falls
         assert shown.event.done == 200 and shown.event.in_work == 50
 
 

@@ -60,7 +60,7 @@ def test_a_head_that_the_files_name_otherwise_is_found(tmp_path):
 
 
 def set_head(folder: Path, head: Callable[[torch.Tensor], torch.Tensor] | None, **config: bool) -> None:
-    """Gives the files this head, made of the embedding, or none, and the configuration such settings."""
+    """Give the files this head, made of the embedding, or none, and the configuration these settings."""
     weights = load_file(folder / "model.safetensors")
     place = next(name for name in weights if name.endswith("embed_tokens.weight"))
     name = "language_model.lm_head.weight" if place.startswith("language_model.") else "lm_head.weight"

@@ -152,8 +152,8 @@ def test_thoughts_that_the_template_never_shows_are_trained_as_the_target_writes
     for turn, encoded in zip((1, 3), chat.encode(tokenizer, messages, None), strict=True):
         prompt = chat.prompt_ids(tokenizer, messages[:turn])
         assert encoded.input_ids[: len(prompt)].tolist() == prompt
-    found, edits = encode_sequences(tokenizer, Dialogue("doc", messages, ()), DataConfig(source=""))
-    assert [text_of(tokenizer, encoded.input_ids) for _, encoded in found] == [text for text, _ in expected]
+    encoded_sequences, edits = encode_sequences(tokenizer, Dialogue("doc", messages, ()), DataConfig(source=""))
+    assert [text_of(tokenizer, encoded.input_ids) for _, encoded in encoded_sequences] == [text for text, _ in expected]
     assert edits == ["one_sequence_per_answer"]
 
 
