@@ -1,4 +1,4 @@
-"""What the three stages share: recipes, the two contracts (feature shard, draft checkpoint), drafts, decoding.
+"""The code that the three stages share: recipes, the two contracts (feature shard, draft checkpoint), drafts, decoding.
 
 Only running/workers.py imports Ray; nothing here imports DeepSpeed. Stages import it; it imports no stage.
 
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 def load(folder: str | Path, **options: Any) -> "Loaded":
-    """A release on its target, to `generate` with: `pipeline.serving.load.load`, which says what the options are."""
-    from pipeline.serving.load import load as loaded  # here: what imports a part of the pipeline wants that part alone
+    """Load a release on its target, to `generate` with. `pipeline.serving.load.load` documents the options."""
+    # Imported here, since importing a part of the package must not import the rest.
+    from pipeline.serving.load import load as load_release
 
-    return loaded(folder, **options)
+    return load_release(folder, **options)

@@ -1,8 +1,8 @@
-"""Runs a recipe's stages as a user would, or says what is done.
+"""Run a recipe's stages, or show how far they are.
 
     python -m pipeline run RECIPE
     python -m pipeline status RECIPE
-    python -m pipeline import FOLDER --recipe RECIPE [--draft NAME]    a draft that others trained
+    python -m pipeline import FOLDER --recipe RECIPE [--draft NAME]    a draft trained elsewhere
     python -m pipeline chat RECIPE-or-RELEASE [--plain]                talk to the target, with the draft
     python -m pipeline export RELEASE --to ENGINE --out FOLDER         what vLLM, SGLang, speculators, llama.cpp load
 
@@ -28,81 +28,81 @@ from pipeline.serving.export import LAUNCH, export
 from pipeline.serving.load import load, require_release
 
 
-def _run(given: argparse.Namespace) -> None:
-    stages.run(given.recipe, given.overrides, given.until)
+def _run(arguments: argparse.Namespace) -> None:
+    stages.run(arguments.recipe, arguments.overrides, arguments.until)
 
 
-def _status(given: argparse.Namespace) -> None:
-    stages.status(given.recipe, given.overrides, given.watch)
+def _status(arguments: argparse.Namespace) -> None:
+    stages.status(arguments.recipe, arguments.overrides, arguments.watch)
 
 
-def _import(given: argparse.Namespace) -> None:
-    recipe = load_recipe(given.recipe, given.overrides)
-    name = given.draft or recipe.publish.draft
-    print("\n".join(import_draft(given.folder, recipe, name)))
-    print(f"{name}: in {recipe.paths.draft(name)}; measure it with jakiro eval {given.recipe}")
+def _import(arguments: argparse.Namespace) -> None:
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    name = arguments.draft or recipe.publish.draft
+    print("\n".join(import_draft(arguments.folder, recipe, name)))
+    print(f"{name}: in {recipe.paths.draft(name)}; measure it with jakiro eval {arguments.recipe}")
 
 
-def _chat(given: argparse.Namespace) -> None:
-    folder, target, device, trust = given.place, given.target, "auto", given.trust_remote_code
+def _chat(arguments: argparse.Namespace) -> None:
+    folder, target, device, trust = arguments.place, arguments.target, "auto", arguments.trust_remote_code
     if not folder.is_dir():
         recipe = load_recipe(str(folder), [])
         folder, target, device = recipe.paths.release, target or recipe.target.model, recipe.target.device
-        require_release(folder, str(given.place))
+        require_release(folder, str(arguments.place))
         trust |= recipe.target.trust_remote_code
     loaded = load(folder, target, device=device, trust_remote_code=trust)
-    chat(loaded, given.tokens, given.temperature, given.plain)
+    chat(loaded, arguments.tokens, arguments.temperature, arguments.plain)
 
 
-def _export(given: argparse.Namespace) -> None:
-    require_release(given.release)
-    print("\n".join(export(given.release, given.to, given.out, given.target, given.llama_cpp)))
+def _export(arguments: argparse.Namespace) -> None:
+    require_release(arguments.release)
+    print("\n".join(export(arguments.release, arguments.to, arguments.out, arguments.target, arguments.llama_cpp)))
 
 
 def _parser() -> argparse.ArgumentParser:
-    started = Path(sys.argv[0]).name
+    program = Path(sys.argv[0]).name
     parser = argparse.ArgumentParser(
-        prog="python -m pipeline" if started == "__main__.py" else started,
+        prog="python -m pipeline" if program == "__main__.py" else program,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def command(name: str, does: Callable[[argparse.Namespace], None], of_recipe: bool = False):
-        added = commands.add_parser(name)
-        added.set_defaults(does=does)
-        if of_recipe:
-            add_recipe_arguments(added)
-        return added
+    def command(name: str, function: Callable[[argparse.Namespace], None], takes_recipe: bool = False):
+        subparser = commands.add_parser(name)
+        subparser.set_defaults(function=function)
+        if takes_recipe:
+            add_recipe_arguments(subparser)
+        return subparser
 
-    run = command("run", _run, of_recipe=True)
+    run = command("run", _run, takes_recipe=True)
     run.add_argument("--until", choices=list(stages.STAGES), default="eval", help="the last stage")
-    told = command("status", _status, of_recipe=True)
-    told.add_argument("--watch", type=float, nargs="?", const=5.0, metavar="S", help="again every S (5) seconds")
-    imported = command("import", _import)
-    imported.add_argument("folder", type=Path, help="a released checkpoint: config.json and its weights")
-    imported.add_argument("--recipe", required=True, help="of its target; its draft has the checkpoint's settings")
-    imported.add_argument("--draft", help="which of the recipe's; default: publish.draft")
-    add_override_argument(imported)
-    chatting = command("chat", _chat)
-    chatting.add_argument("place", type=Path, help="a recipe that has run, or its release folder")
-    chatting.add_argument("--plain", action="store_true", help="decode every answer without the draft, too")
-    chatting.add_argument("--tokens", type=int, default=256, help="of an answer, at most")
-    chatting.add_argument("--temperature", type=float, default=0.0)
-    chatting.add_argument("--target", help="its folder or Hub id, where the release does not know it")
-    chatting.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the target")
-    exported = command("export", _export)
-    exported.add_argument("release", type=Path)
-    exported.add_argument("--to", required=True, choices=sorted(LAUNCH))
-    exported.add_argument("--out", type=Path, required=True, help="a folder that is not there yet")
-    exported.add_argument("--target", help="for speculators, whose config names it: OWNER/NAME; for gguf: its folder")
-    exported.add_argument("--llama-cpp", type=Path, metavar="CHECKOUT", help="for gguf, which its converter writes")
+    status = command("status", _status, takes_recipe=True)
+    status.add_argument("--watch", type=float, nargs="?", const=5.0, metavar="S", help="again every S (5) seconds")
+    import_ = command("import", _import)
+    import_.add_argument("folder", type=Path, help="a released checkpoint: config.json and its weights")
+    import_.add_argument("--recipe", required=True, help="of its target; its draft has the checkpoint's settings")
+    import_.add_argument("--draft", help="which of the recipe's; default: publish.draft")
+    add_override_argument(import_)
+    chat_ = command("chat", _chat)
+    chat_.add_argument("place", type=Path, help="a recipe that has run, or its release folder")
+    chat_.add_argument("--plain", action="store_true", help="decode every answer without the draft, too")
+    chat_.add_argument("--tokens", type=int, default=256, help="most tokens of an answer")
+    chat_.add_argument("--temperature", type=float, default=0.0)
+    chat_.add_argument("--target", help="its folder or Hub id, where the release does not name it")
+    chat_.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the target")
+    export_ = command("export", _export)
+    export_.add_argument("release", type=Path)
+    export_.add_argument("--to", required=True, choices=sorted(LAUNCH))
+    export_.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet")
+    export_.add_argument("--target", help="for speculators, whose config names it: OWNER/NAME; for gguf: its folder")
+    export_.add_argument("--llama-cpp", type=Path, metavar="CHECKOUT", help="for gguf, which its converter writes")
     return parser
 
 
 def main() -> None:
-    given = _parser().parse_args()
-    given.does(given)
+    arguments = _parser().parse_args()
+    arguments.function(arguments)
 
 
 if __name__ == "__main__":

@@ -65,14 +65,14 @@ def rays_python() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def warm(rays_python) -> dict[str, str]:
-    """Of a command that starts warm: its own Ray has warm workers, too."""
+    """Return the environment of a command that starts in a warm process: its own Ray has warm workers, too."""
     return {RAYS_PYTHON: rays_python}
 
 
 @pytest.fixture(scope="session")
 def started_cluster(rays_python) -> Iterator[cluster.Cluster]:
-    with cluster.started(rays_python) as found:
-        yield found
+    with cluster.started(rays_python) as running_cluster:
+        yield running_cluster
 
 
 @pytest.fixture
@@ -85,5 +85,5 @@ def on_cluster(started_cluster, monkeypatch) -> cluster.Cluster:
 @pytest.fixture(scope="module")
 def taking_jobs(rays_python) -> Iterator[cluster.Cluster]:
     """A cluster with a dashboard."""
-    with cluster.started(rays_python, dashboard=True) as found:
-        yield found
+    with cluster.started(rays_python, dashboard=True) as running_cluster:
+        yield running_cluster

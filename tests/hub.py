@@ -21,11 +21,11 @@ HEAD = "a" * 40  # the commit that it says it has
 
 
 class Hub(Loopback):
-    """``with Hub() as hub: ... hub.url; hub.files`` (path -> content, after a commit); `token` is the only one let in.
+    """A fake Hub: ``with Hub() as hub: ... hub.url; hub.files`` (path -> content, after a commit); token: `token`.
 
-    `commits`: the paths that each changed. `faults`: part of a request's path -> what it is answered: a status, "hang"
+    `commits`: the paths that each changed. `faults`: part of a request's path -> the response to it: a status, "hang"
     (nothing), "html" (a web page, status 200), "drop" (the connection is closed) or "cut" (closed amid what is sent).
-    `exists`: the repository is there. `private`: what the Hub says of it, None: nothing.
+    `exists`: the repository exists. `private`: its visibility in responses; None: left out.
     """
 
     def __init__(self, token: str = "hf_test", exists: bool = False, private: bool | None = True):
@@ -68,7 +68,7 @@ class Hub(Loopback):
 
             def do_GET(self) -> None:
                 hub.requests.append(f"GET {self.path}")
-                said = {} if hub.private is None else {"private": hub.private}
+                visibility = {} if hub.private is None else {"private": hub.private}
                 if self.is_faulty():
                     return
                 if not hub.exists:
@@ -79,7 +79,7 @@ class Hub(Loopback):
                     self.give(unquote(self.path.partition("/resolve/")[2].partition("/")[2]))
                 else:
                     files = [{"rfilename": name} for name in sorted(hub.files)]
-                    self.answer({"id": "me/draft", "sha": HEAD, "siblings": files, **said})
+                    self.answer({"id": "me/draft", "sha": HEAD, "siblings": files, **visibility})
 
             def do_HEAD(self) -> None:
                 self.do_GET()
@@ -187,7 +187,9 @@ def reached(monkeypatch, hub: Hub, **settings: object) -> Iterator[Hub]:
 
 
 def reach(monkeypatch, url: str) -> None:
-    """Of huggingface_hub's settings, which it reads once, those of this test; it does not wait between its tries."""
+    """Replace huggingface_hub's settings, which it reads once, by those of this test; it does not wait between
+    retries.
+    """
     settings = {"ENDPOINT": url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": False}
     settings["HUGGINGFACE_CO_URL_TEMPLATE"] = url + "/{repo_id}/resolve/{revision}/{filename}"
     for name, value in settings.items():

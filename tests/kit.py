@@ -1,5 +1,5 @@
-"""What tests share: a tiny random target saved like a real one, recipes and dialogues for it, the commands of the
-stages.
+"""The helpers that tests share: a tiny random target saved like a real one, recipes and dialogues for it, the commands
+of the stages.
 """
 
 import contextlib
@@ -136,21 +136,21 @@ def write_recipe(tree: dict, path: Path) -> Path:
 
 
 def change_sealed(path: Path, change: Callable[[dict], object]) -> None:
-    """Another file with a right seal: whoever refuses it refuses what it says."""
+    """Write a changed file with a correct seal, so that a refusal is one of its content."""
     raw = json.loads(path.read_text())
     change(raw)
     write_sealed(path, raw)
 
 
 def replace_once(path: Path, old: str, new: str) -> None:
-    """What a slip of an editor or of a disk does: the same file but for one place."""
+    """Change one place of a file, as an editor's slip or a disk error does."""
     text = path.read_text()
     assert old in text, f"{path} holds no {old!r}"
     path.write_text(text.replace(old, new, 1))
 
 
 def checksums(features: Path) -> dict[str, str]:
-    """By table and shard of a feature folder."""
+    """Return the checksums of a feature folder, by table and shard."""
     return {path.name: sha256(path) for path in features.glob("*.arrow")}
 
 
@@ -182,8 +182,8 @@ def without_ray() -> Iterator[None]:
 class Shown(Progress):
     """A progress that keeps all that is shown, however short after the last."""
 
-    def __init__(self, what, total, unit, start=0, quiet=False):
-        super().__init__(what, total, unit, start, quiet=True)
+    def __init__(self, subject, total, unit, start=0, quiet=False):
+        super().__init__(subject, total, unit, start, quiet=True)
         self.shown = [(start, total)]
         Shown.last = self
 
@@ -204,7 +204,7 @@ def dump_here(recipe: Recipe) -> Manifest:
 
 
 def run_command(arguments: list[str], **environment: str) -> subprocess.CompletedProcess:
-    """Runs one of the project's commands from the checkout, as a user would."""
+    """Run one of the project's commands from the checkout, as a user would."""
     return subprocess.run(
         arguments, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, env=command_environment(**environment)
     )
@@ -219,7 +219,7 @@ def run_warm(arguments: list[str], **environment: str) -> subprocess.CompletedPr
 
 
 def call(main: Callable[[], None], *arguments: str) -> None:
-    """Runs a command's `main` in this process: for what need not be shown of a process. Raises PipelineError."""
+    """Run a command's `main` in this process, for tests that need no separate process. Raise PipelineError."""
     with mock.patch.object(sys, "argv", [main.__module__, *arguments]):
         main()
 
@@ -258,12 +258,12 @@ def kill_when(command: list[str], happened: Callable[[], bool], **environment: s
 
 def holding_files(kind: Callable[[int], int], leader: int) -> list[int]:
     """The processes of a group (`os.getpgid`) or a session (`os.getsid`) that may still have files open or locked."""
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(ProcessLookupError):
             if kind(int(entry.name)) == leader and holds_files(int(entry.name)):
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids
 
 
 def holds_files(pid: int) -> bool:
@@ -281,7 +281,7 @@ def holds_files(pid: int) -> bool:
 def wait_until(
     happened: Callable[[], bool], process: subprocess.Popen | Forked | None = None, seconds: float = PATIENCE
 ) -> float:
-    """Waits until something happened, and returns the seconds that it took: a measure of this machine, here and now. A
+    """Wait until something happened, and return the seconds that it took: a measure of this machine at this time. A
     test that has to give up sooner than after `PATIENCE` derives its `seconds` from such a measure. A `process` that
     ends before is not waited for.
     """

@@ -37,7 +37,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Loopback:
-    """``with Loopback() as server: ... server.url``"""
+    """A local HTTP server: ``with Loopback() as server: ... server.url``."""
 
     def __init__(self) -> None:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 NAME, MEMORY = "strict", 80 << 30  # bytes, as it says
 ROOT = Path(__file__).resolve().parent.parent
-OWN = tuple(str(folder) for folder in ROOT.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+PROJECT_FOLDERS = tuple(str(folder) for folder in ROOT.iterdir() if folder.is_dir() and not folder.name.startswith("."))
 # Whose result's shape, or whose result itself, the host needs; in inference mode operators made of others come whole.
 ASKS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "equal"}
 ASKS |= {"bincount", "repeat_interleave.Tensor", "item", "is_nonzero", "argwhere", "nonzero_numpy", "allclose"}
@@ -42,8 +42,8 @@ class Mixed(RuntimeError):
 
 
 @dataclass
-class Seen:
-    """What happened in a rehearsal, by (what, file:line)."""
+class Events:
+    """The events of a rehearsal, by (event, file:line)."""
 
     waits: Counter = field(default_factory=Counter)
     copies: Counter = field(default_factory=Counter)  # to the device, for which the host stands still
@@ -54,18 +54,18 @@ class Seen:
         return tensor.untyped_storage().data_ptr() in self.pinned
 
 
-_now: list[Seen] = []  # the rehearsal that is on, if one is
+_now: list[Events] = []  # the rehearsal that is on, if one is
 
 
-def _note(kind: str, what: str) -> None:
+def _note(kind: str, event: str) -> None:
     if _now:
-        getattr(_now[-1], kind)[what, _place()] += 1
+        getattr(_now[-1], kind)[event, _place()] += 1
 
 
 def _place() -> str:
     """The line of this project that asked."""
     frame: Any = sys._getframe(1)
-    while frame and (frame.f_code.co_filename == __file__ or not frame.f_code.co_filename.startswith(OWN)):
+    while frame and (frame.f_code.co_filename == __file__ or not frame.f_code.co_filename.startswith(PROJECT_FOLDERS)):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).relative_to(ROOT)}:{frame.f_lineno}" if frame else "elsewhere"
 
@@ -109,11 +109,11 @@ class Strict(torch.Tensor):
 
     @staticmethod
     def __new__(cls, raw: Tensor):
-        own = torch.Tensor._make_wrapper_subclass(
+        wrapper = torch.Tensor._make_wrapper_subclass(
             cls, raw.size(), strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype, device=DEVICE
         )
-        own.raw = raw.detach()
-        return own
+        wrapper.raw = raw.detach()
+        return wrapper
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Strict({self.raw})"
@@ -150,21 +150,23 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = func._schema.name.removeprefix("aten::")
     overload = f"{name}.{func._overloadname}"
     tensors = [x for x in _leaves((args, kwargs)) if isinstance(x, Tensor)]
-    ours = [x for x in tensors if isinstance(x, Strict)]
-    theirs = [x for x in tensors if not isinstance(x, Strict)]
+    on_device = [x for x in tensors if isinstance(x, Strict)]
+    on_host = [x for x in tensors if not isinstance(x, Strict)]
     if name == "copy_":
         return _copied(*args, **kwargs)
     if name in ("_to_copy", "to"):
         _moved(args[0], kwargs)
-    elif ours and theirs and name != "_has_compatible_shallow_copy_type":
-        _require_one(name, args, theirs)
-    if ours and (name in ASKS or overload in ASKS):
+    elif on_device and on_host and name != "_has_compatible_shallow_copy_type":
+        _require_one(name, args, on_host)
+    if on_device and (name in ASKS or overload in ASKS):
         _note("waits", name)
-    if name in INDEXES and ours and _by_mask(name, args):
+    if name in INDEXES and on_device and _by_mask(name, args):
         _note("waits", "boolean index")
-    stays = bool(ours) if kwargs.get("device") is None else _is_ours(kwargs["device"])
+    stays = bool(on_device) if kwargs.get("device") is None else _is_ours(kwargs["device"])
     generator = kwargs.get("generator")
-    own_seeds = [one.initial_seed() for one in _now[-1].generators] if _now else []  # an operator gets another object
+    own_seeds = (
+        [generator_.initial_seed() for generator_ in _now[-1].generators] if _now else []
+    )  # an operator gets another object
     if stays and generator is not None and generator.initial_seed() not in own_seeds:
         raise Mixed(f"{name} on the device with a generator of {generator.device.type} at {_place()}")
     raw_kwargs = _mapped(_raw, kwargs)
@@ -175,29 +177,31 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name == "histc" and not raw_args[0].is_floating_point():  # a GPU counts whole numbers, a CPU does not
         return Strict(func(raw_args[0].double(), *raw_args[1:], **raw_kwargs).to(raw_args[0].dtype))
     out = func(*raw_args, **raw_kwargs)
-    own = args[0] if args and isinstance(args[0], Strict) else None
-    if func._schema.is_mutable and "out" not in kwargs and own is not None:
-        return own  # in place
+    first = args[0] if args and isinstance(args[0], Strict) else None
+    if func._schema.is_mutable and "out" not in kwargs and first is not None:
+        return first  # in place
     if isinstance(kwargs.get("out"), Strict):
         return kwargs["out"]
     return _mapped(lambda x: Strict(x) if isinstance(x, Tensor) else x, out) if stays else out
 
 
 def _leaves(x: Any) -> list[Any]:
-    """Of an operator's arguments; torch's own trees take most of a rehearsal's time."""
+    """Return the tensors among an operator's arguments; torch's own tree utilities take most of a rehearsal's time."""
     if isinstance(x, tuple | list):
-        return [leaf for one in x for leaf in _leaves(one)]
+        return [leaf for item in x for leaf in _leaves(item)]
     return _leaves(list(x.values())) if isinstance(x, dict) else [x]
 
 
 def _mapped(change: Callable[[Any], Any], x: Any) -> Any:
     if isinstance(x, tuple | list) and not isinstance(x, torch.Size):
-        return type(x)([_mapped(change, one) for one in x])
-    return {key: _mapped(change, one) for key, one in x.items()} if isinstance(x, dict) else change(x)
+        return type(x)([_mapped(change, item) for item in x])
+    return {key: _mapped(change, item) for key, item in x.items()} if isinstance(x, dict) else change(x)
 
 
 def _inferring(x: Any) -> Any:
-    """In inference mode torch makes no view of a wrapper from outside it: one from inside, of the same numbers."""
+    """Return a view of a wrapper in inference mode: torch makes none from outside, so one of the same numbers is made
+    inside.
+    """
     return Strict(x.raw) if isinstance(x, Strict) and not x.is_inference() else x
 
 
@@ -205,7 +209,7 @@ def _raw(x: Any) -> Any:
     return x.raw if isinstance(x, Strict) else x
 
 
-def _require_one(name: str, args: Any, theirs: list[Tensor]) -> None:
+def _require_one(name: str, args: Any, on_host: list[Tensor]) -> None:
     """Numbers without a dimension go along with a kernel; an index of the host's is copied, which blocks."""
     if name in INDEXES:
         if not isinstance(args[0], Strict):
@@ -214,8 +218,8 @@ def _require_one(name: str, args: Any, theirs: list[Tensor]) -> None:
         if not values:
             _note("copies", "an index")
             return
-    if any(x.dim() for x in theirs):
-        raise Mixed(f"{name} of both devices at {_place()}: shapes of the host's {[tuple(x.shape) for x in theirs]}")
+    if any(x.dim() for x in on_host):
+        raise Mixed(f"{name} of both devices at {_place()}: shapes of the host's {[tuple(x.shape) for x in on_host]}")
 
 
 def _by_mask(name: str, args: Any) -> bool:
@@ -224,10 +228,12 @@ def _by_mask(name: str, args: Any) -> bool:
 
 
 def _moved(source: Tensor, kwargs: dict[str, Any]) -> None:
-    here, there = isinstance(source, Strict), _is_ours(kwargs.get("device") or source.device)
-    if here and not there and not kwargs.get("non_blocking"):  # else torch lands it in pinned memory, and goes on
+    from_device, to_device = isinstance(source, Strict), _is_ours(kwargs.get("device") or source.device)
+    if (
+        from_device and not to_device and not kwargs.get("non_blocking")
+    ):  # else torch lands it in pinned memory, and goes on
         _note("waits", "copy to the host")
-    if there and not here:
+    if to_device and not from_device:
         _arrived(source, bool(kwargs.get("non_blocking")))
 
 
@@ -278,9 +284,9 @@ def _attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, s
 class _Dispatch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        given = _leaves((args, kwargs))
-        ours = any(isinstance(x, Strict) or (isinstance(x, torch.device) and x.type == NAME) for x in given)
-        return _run(func, args, kwargs) if ours else func(*args, **kwargs)
+        leaves = _leaves((args, kwargs))
+        uses_device = any(isinstance(x, Strict) or (isinstance(x, torch.device) and x.type == NAME) for x in leaves)
+        return _run(func, args, kwargs) if uses_device else func(*args, **kwargs)
 
 
 class _Functions(TorchFunctionMode):
@@ -329,21 +335,21 @@ class Event:
 
 
 @contextmanager
-def rehearsal() -> Iterator[Seen]:
-    """With the device as this process's accelerator; other threads of it included, but for `torch.tensor(device=)`."""
-    seen = Seen()
+def rehearsal() -> Iterator[Events]:
+    """Run with the device as this process's accelerator, other threads included, except for `torch.tensor(device=)`."""
+    events = Events()
 
     def pin_memory(tensor: Tensor, *_: Any) -> Tensor:
         if isinstance(tensor, Strict):
             raise Mixed(f"pin_memory() of a tensor of the device at {_place()}")
-        own = tensor.clone()
-        seen.pinned[own.untyped_storage().data_ptr()] = own
-        return own
+        pinned = tensor.clone()
+        events.pinned[pinned.untyped_storage().data_ptr()] = pinned
+        return pinned
 
     def make_generator(device: Any = "cpu") -> torch.Generator:
         made = generator_class("cpu" if _is_ours(device) else device)
         if _is_ours(device):
-            seen.generators.append(made)
+            events.generators.append(made)
         return made
 
     generator_class, stand_ins = torch.Generator, {"current_stream": lambda *_: None}
@@ -355,10 +361,10 @@ def rehearsal() -> Iterator[Seen]:
         stack.enter_context(mock.patch.object(torch, "Generator", make_generator))
         stack.enter_context(mock.patch.object(torch, "Event", Event))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", pin_memory))
-        stack.enter_context(mock.patch.object(torch.Tensor, "is_pinned", lambda tensor, *_: seen.is_pinned(tensor)))
-        _now.append(seen)
+        stack.enter_context(mock.patch.object(torch.Tensor, "is_pinned", lambda tensor, *_: events.is_pinned(tensor)))
+        _now.append(events)
         try:
             with _Dispatch(), _Functions():
-                yield seen
+                yield events
         finally:
             _now.pop()

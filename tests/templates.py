@@ -184,7 +184,7 @@ def unsettled_with(template: str, special: list[str]):
 
 
 def settled(template: str, **keywords):
-    """As `load_tokenizer` gives it for a recipe with these keywords; `template_date` is the date."""
+    """Return a tokenizer as `load_tokenizer` gives it for a recipe with these keywords; `template_date` is the date."""
     config = {key: keywords.pop(key) for key in ("template_date",) if key in keywords}
     tokenizer = unsettled(template)
     apply_settings(tokenizer, TargetConfig(model="some/model", template_keywords=keywords, **config))

@@ -113,7 +113,7 @@ def test_a_targets_index_names_no_file_elsewhere(tiny_target, tmp_path, name):
     (tmp_path / "target/model.safetensors").rename(tmp_path / "secret.safetensors")
     index = {"weight_map": {"lm_head.weight": name}}
     (tmp_path / "target/model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(PipelineError, match=f"index.json names '{name}', expected names of files beside it"):
+    with pytest.raises(PipelineError, match=f"index.json names '{name}', expected names of files in its folder"):
         identify(TargetConfig(model=str(tmp_path / "target")))
 
 

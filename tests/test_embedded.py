@@ -56,8 +56,8 @@ def test_the_template_masks_the_answers_only():
         {"role": "assistant", "content": "See you."},
     ]
     (encoded,) = encode(tokenizer, messages, 1000)
-    whole = tokenizer.decode(encoded.input_ids)
-    assert whole.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    text = tokenizer.decode(encoded.input_ids)
+    assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     answers = tokenizer.decode(encoded.input_ids[encoded.loss_mask.astype(bool)])
     assert answers == "Hello!\n    indented<|im_end|>See you.<|im_end|>"
 
@@ -82,7 +82,7 @@ def test_the_demos_plan_is_the_one_that_its_figures_are_of():
     for task in plan.tasks():
         ids = [document.doc_id for document in task.documents]
         state.update(f"{task.split} {task.index} {task.fingerprint} {ids}".encode())
-    prompts = [{key: value for key, value in one.items() if key != "exchanges"} for one in plan.prompts]
+    prompts = [{key: value for key, value in prompt.items() if key != "exchanges"} for prompt in plan.prompts]
     state.update(json.dumps(prompts).encode())
     assert (plan.accepted["train"], plan.accepted["validation"]) == (573, 24)
     assert state.hexdigest()[:16] == "aaa614bdec27f72e"
@@ -122,15 +122,19 @@ def test_the_smoke_recipe_from_dump_to_release(smoke_run):
 
 
 def test_the_estimate_of_tau_is_what_decoding_the_same_prompts_gives(smoke_run):
-    """Of a draft that knows something: taught the stored answers themselves."""
+    """Use a draft that predicts some tokens: it was trained on the stored answers themselves."""
     name = "jakiro"
     recipe = load_recipe(SMOKE, [f"output={smoke_run}", f"draft.{name}.vocabulary=256"])
     answers = FeatureStore(recipe.paths.features, ANSWERS, feature_spec(recipe))
     rows = [answers.row(number) for number in range(len(answers))]
     draft = build(recipe.draft[name], shapes_of(load_config(TARGET)))
     draft.initialise(0)
-    said = {token for row in rows for token in row.input_ids[row.loss_mask.astype(bool)].tolist()}
-    draft.set_vocabulary(torch.tensor(sorted([*said, *[t for t in range(400) if t not in said][: 256 - len(said)]])))
+    marked_tokens = {token for row in rows for token in row.input_ids[row.loss_mask.astype(bool)].tolist()}
+    draft.set_vocabulary(
+        torch.tensor(
+            sorted([*marked_tokens, *[t for t in range(400) if t not in marked_tokens][: 256 - len(marked_tokens)]])
+        )
+    )
     draft.bind(load_embed_head(TARGET))
     objective = objective_of(draft.config)
     totals = counts([objective.positions(row.input_ids, row.loss_mask) for row in rows])

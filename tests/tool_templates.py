@@ -1,4 +1,4 @@
-"""How the templates of targets that people serve today show tools, calls and results, cut down to what decides that."""
+"""Chat templates of current targets, reduced to the part that shows tools, calls and results."""
 
 from tests.templates import QWEN_3 as PLAIN_QWEN_3
 from tests.templates import unsettled_with

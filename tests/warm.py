@@ -33,8 +33,8 @@ FORKS.set_forkserver_preload(
 def run_forked(
     commands: list[tuple[list[str], dict[str, str]]], environment: dict[str, str], seconds: float
 ) -> subprocess.CompletedProcess:
-    """Runs Python `commands` (arguments behind the interpreter: a script or `-m` and a module; variables of its own) at
-    the same time, as ranks are. When one fails, the others are killed, as a launcher does. The status is the first
+    """Run Python `commands` (the interpreter's arguments: a script or `-m` and a module; variables of its own) at the
+    same time, as ranks are. When one fails, the others are killed, as a launcher does. The status is the first
     failure's.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -42,8 +42,8 @@ def run_forked(
         for stream in streams:
             stream.touch()
         running = [
-            FORKS.Process(target=_command, args=(arguments, {**environment, **own}, list(map(str, streams))))
-            for arguments, own in commands
+            FORKS.Process(target=_command, args=(arguments, {**environment, **variables}, list(map(str, streams))))
+            for arguments, variables in commands
         ]
         for process in running:
             process.start()
@@ -51,7 +51,7 @@ def run_forked(
         try:
             while running:
                 assert connection.wait([process.sentinel for process in running], deadline - time.monotonic()), commands
-                for process in [one for one in running if one.exitcode is not None]:
+                for process in [candidate for candidate in running if candidate.exitcode is not None]:
                     running.remove(process)
                     statuses.append(process.exitcode)
                 if any(statuses):
@@ -68,9 +68,9 @@ class Forked:
     """A Python command in a session of its own: what tests need of a `subprocess.Popen`."""
 
     def __init__(
-        self, command: list[str], environment: dict[str, str], error: Path | None = None, said: Path | None = None
+        self, command: list[str], environment: dict[str, str], error: Path | None = None, output: Path | None = None
     ):
-        streams = [str(path or os.devnull) for path in (said, error)]
+        streams = [str(path or os.devnull) for path in (output, error)]
         self._process = FORKS.Process(
             target=_command, args=(command[1:], environment, streams), kwargs={"session": True}
         )
@@ -143,7 +143,7 @@ def warm_workers() -> Iterator[str]:
         number = listening.fileno()
         command = [sys.executable, "-m", "tests.warm", str(number)]
         with subprocess.Popen(command, cwd=ROOT, pass_fds=[number], stdin=subprocess.PIPE):
-            yield str(launcher)  # behind it the server's input ends
+            yield str(launcher)  # after this the server's input ends
 
 
 def fork_workers(listening: socket.socket) -> None:

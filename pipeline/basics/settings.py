@@ -1,4 +1,4 @@
-"""Settings of drafts and trees: plain dataclasses, which need no recipe, and of which a recipe makes its sections."""
+"""Settings of drafts and trees: plain dataclasses that work without a recipe; recipes use them as sections."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
@@ -6,24 +6,26 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Its subclasses check themselves and raise ValueError. In a recipe pydantic also refuses other keys and types."""
+    """The base class of settings. Subclasses check themselves and raise ValueError. In a recipe pydantic also refuses
+    other keys and types.
+    """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "allow_inf_nan": False}
 
     def __post_init__(self):
-        """What a class checks; those that it is made of, too, check theirs."""
+        """Check the values. Subclasses override this; nested settings check themselves."""
 
-    def at_least(self, least: float, *names: str) -> None:
-        """Raises ValueError for a number below `least`; None is left alone."""
+    def at_least(self, minimum: float, *names: str) -> None:
+        """Raise ValueError for a number below `least`; None passes."""
         for name in names:
             value = getattr(self, name)
             if value is not None and not isinstance(value, int | float):
                 raise ValueError(f"{name}={value!r}: expected a number")
-            if value is not None and value < least:
-                raise ValueError(f"{name}={value}: expected at least {least}")
+            if value is not None and value < minimum:
+                raise ValueError(f"{name}={value}: expected at least {minimum}")
 
     def _set(self, name: str, value: Any) -> None:
-        """Fills in what follows from other fields, while this is made."""
+        """Set a field that follows from others, during construction."""
         object.__setattr__(self, name, value)
 
     def to_json(self) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""Which path of a tree is accepted, and what is emitted after it: the lossless rules, and tau, each defined once.
+"""The lossless rules that accept a path of a tree and emit the next token, and tau: each is defined once.
 
 Every rule emits each token with exactly the probability that plain decoding would give it (proofs: docs/lossless.md).
 
 Best candidates   the tree is a function of the context. The target's own next token is chosen after every node as plain
                   decoding would choose it, with the same random number; the longest path of such tokens is accepted. So
-                  the answer IS plain decoding's, token for token, at every temperature.
+                  the answer equals plain decoding's, token for token, at every temperature.
 Drawn candidates  speculative sampling with several siblings: x_j, drawn from q_j, is accepted with min(1, p / q_j); on
                   rejection p becomes norm(max(0, p - q_j)).
 """
@@ -20,19 +20,19 @@ from pipeline.basics.accelerator import sent
 from pipeline.decoding.contract import Randomness
 from pipeline.decoding.tree import Tree
 
-HALVINGS = 32  # random numbers that a token is chosen with: enough for any vocabulary below 2 ** 32
+HALVINGS = 32  # random numbers per token: enough for any vocabulary below 2 ** 32
 
 
 class Sampler:
-    """Seeded randomness, on the CPU whatever the device: `HALVINGS` numbers for each place of the answer, and coins and
-    draws beside.
+    """A seeded source of randomness, on the CPU for every device: `HALVINGS` numbers for each position of the answer,
+    and separate ones for coins and draws.
     """
 
     BLOCK = 256
 
     def __init__(self, seed: int):
         self._placed = torch.Generator().manual_seed(seed)
-        second = int(torch.randint(1 << 32, (), generator=self._placed))  # torch's CPU generator sees 32 bits of a seed
+        second = int(torch.randint(1 << 32, (), generator=self._placed))  # torch's CPU generator uses 32 bits of a seed
         self._generator = torch.Generator().manual_seed(second)
         self._numbers = torch.empty(0, HALVINGS, dtype=torch.float64)
 
@@ -43,11 +43,11 @@ class Sampler:
         return self._numbers
 
     def numbers(self, place: int) -> Tensor:
-        """What the answer's token at `place` is chosen with: float64 [HALVINGS]."""
+        """Return the random numbers of the answer's token at `place`: float64 [HALVINGS]."""
         return self._through(place)[place]
 
     def choose(self, p_NV: Tensor, places: list[int]) -> Tensor:
-        """Row n's token [N] by the numbers of the answer's ``places[n]``-th token."""
+        """Choose row n's token [N] with the random numbers of the answer's ``places[n]``-th token."""
         return by_halving(p_NV, self._through(max(places))[places])
 
     def accept(self, probability: float) -> bool:
@@ -58,29 +58,29 @@ class Sampler:
 
 
 def by_halving(p_NV: Tensor, u_NH: Tensor) -> Tensor:
-    """Each row's token [N], with the probability that its row gives it: the vocabulary is halved until one token is
-    left, at each halving with a number of its own, which goes to the lower half with that half's share of the mass.
+    """Draw a token from each row [N], with its probability in the row: the vocabulary is halved until one token is
+    left. Each halving uses its own random number, which selects the lower half with that half's share of the mass.
 
-    Two distributions that rounding sets apart choose alike unless a number falls between two shares. A share's error is
-    that of its own masses; along one cumulated distribution the errors of all tokens before a place would add up.
+    Two distributions that differ by rounding give the same token unless a number falls between two shares. A share's
+    error is that of its own masses; along one cumulated distribution the errors of all earlier tokens would add up.
     """
     vocabulary = p_NV.shape[1]
     inner = (
         max((vocabulary - 1).bit_length(), 1) // 2
-    )  # halvings within blocks of ids, whose masses are summed up first: one pass over all
+    )  # halvings within blocks of ids; the masses of blocks are summed first, in one pass
     blocks_NBI = F.pad(p_NV, (0, -vocabulary % (1 << inner))).unflatten(1, (-1, 1 << inner))
     u_NH = sent(u_NH, p_NV.device)
     block_N, used = _descend(blocks_NBI.sum(-1, dtype=torch.float64), u_NH)
-    block_N = block_N.clamp_max(blocks_NBI.shape[1] - 1)  # a row without any mass leads beyond the last one
+    block_N = block_N.clamp_max(blocks_NBI.shape[1] - 1)  # a row without mass ends after the last one
     inside_NI = blocks_NBI[torch.arange(len(p_NV), device=p_NV.device), block_N].double()
     place_N, _ = _descend(inside_NI, u_NH[:, used:])
     return ((block_N << inner) + place_N).clamp_max(vocabulary - 1)
 
 
 def _descend(mass_NP: Tensor, u_NH: Tensor) -> tuple[Tensor, int]:
-    """Halves P parts until one is left: its number [N], and how many numbers that took."""
+    """Halve P parts until one is left; return its number [N], and how many random numbers that took."""
     halvings = (mass_NP.shape[1] - 1).bit_length()
-    levels = [F.pad(mass_NP, (0, (1 << halvings) - mass_NP.shape[1]))]  # with parts of mass 0, to a power of two
+    levels = [F.pad(mass_NP, (0, (1 << halvings) - mass_NP.shape[1]))]  # padded with mass 0 to a power of two
     for _ in range(halvings - 1):
         levels.append(levels[-1].unflatten(1, (-1, 2)).sum(-1))
     rows_N = torch.arange(len(mass_NP), device=mass_NP.device)
@@ -91,14 +91,14 @@ def _descend(mass_NP: Tensor, u_NH: Tensor) -> tuple[Tensor, int]:
     return part_N, halvings
 
 
-def log_odds(scores_NV: Tensor, one: int, other: int) -> tuple[Tensor, int]:
-    """Where `by_halving` parts two tokens: the log-odds [N] of the half that takes small numbers, from each row's
-    logits (float64), and which halving it is, from 0. A number u chooses that half where log(u / (1 - u)) is below
-    these log-odds.
+def log_odds(scores_NV: Tensor, token: int, second_token: int) -> tuple[Tensor, int]:
+    """Compare two tokens in `by_halving`: return the log-odds [N] of the half that takes small numbers, from each row's
+    logits (float64), at the halving that separates them, and its index from 0. A number u chooses that half where log(u
+    / (1 - u)) is below these log-odds.
     """
     bits = max((scores_NV.shape[1] - 1).bit_length(), 1)
-    above = (one ^ other).bit_length() - 1  # halvings below the one that parts them
-    first = (one >> (above + 1)) << (above + 1)
+    above = (token ^ second_token).bit_length() - 1  # halvings after the one that separates them
+    first = (token >> (above + 1)) << (above + 1)
     lower, upper = (
         scores_NV[:, begin : begin + (1 << above)].double().logsumexp(-1) for begin in (first, first + (1 << above))
     )
@@ -106,7 +106,7 @@ def log_odds(scores_NV: Tensor, one: int, other: int) -> tuple[Tensor, int]:
 
 
 def accept_best(tree: Tree, following: Callable[[int], int]) -> tuple[list[int], int]:
-    """``(path, bonus)``: the nodes below the root that the target's own choices lead through, and its choice after
+    """Return ``(path, bonus)``: the nodes below the root that match the target's own choices, and its choice after
     them.
 
     ``following(node)`` is the target's token after a node: the argmax of its processed logits, or drawn from them.
@@ -123,7 +123,9 @@ def accept_best(tree: Tree, following: Callable[[int], int]) -> tuple[list[int],
 
 
 def accept_drawn(tree: Tree, p_NV: Tensor, randomness: Randomness) -> tuple[list[int], int]:
-    """``(path, bonus)`` by rejection; ``p_NV`` are the target's processed probabilities after each node."""
+    """Return ``(path, bonus)`` by rejection sampling; ``p_NV`` are the target's processed probabilities after each
+    node.
+    """
     assert tree.proposals is not None
     path: list[int] = []
     children, node = tree.children(), 0
@@ -135,9 +137,9 @@ def accept_drawn(tree: Tree, p_NV: Tensor, randomness: Randomness) -> tuple[list
             if randomness.accept(min(1.0, (p_V[token] / q_V[token]).item())):
                 accepted = child
                 break
-            rest_V = (p_V - q_V).clamp_min(0)
-            if (mass := rest_V.sum()) > 0:  # otherwise p is q but for rounding, and this rejection has no probability
-                p_V = rest_V / mass
+            residual_V = (p_V - q_V).clamp_min(0)
+            if (mass := residual_V.sum()) > 0:  # else p is q up to rounding, and this rejection has probability 0
+                p_V = residual_V / mass
         if accepted < 0:
             return path, int(randomness.draw_rows(p_V[None])[0])
         path.append(accepted)
@@ -146,11 +148,11 @@ def accept_drawn(tree: Tree, p_NV: Tensor, randomness: Randomness) -> tuple[list
 
 @dataclass
 class Acceptance:
-    """Raw counts of one or many generations; the only place where tau is formed.
+    """The raw counts of one or many generations; the only place where tau is computed.
 
     tau = tokens emitted by verification passes / verification passes. A pass emits its accepted tokens and one more;
-    tokens after a stop id or beyond the limit are not counted; the first token, which the prompt's own forward
-    gives, belongs to no pass.
+    tokens after a stop id or beyond the limit are not counted; the first token, which the prefill gives, belongs to no
+    pass.
     """
 
     tokens: int = 0
@@ -164,11 +166,11 @@ class Acceptance:
         for depth in range(accepted + 1):
             self.accepted[depth] += 1
 
-    def merge(self, other: "Acceptance") -> None:
-        self.tokens += other.tokens
-        self.passes += other.passes
-        self.accepted.extend([0] * (len(other.accepted) - len(self.accepted)))
-        for depth, count in enumerate(other.accepted):
+    def merge(self, second: "Acceptance") -> None:
+        self.tokens += second.tokens
+        self.passes += second.passes
+        self.accepted.extend([0] * (len(second.accepted) - len(self.accepted)))
+        for depth, count in enumerate(second.accepted):
             self.accepted[depth] += count
 
     @property
@@ -176,20 +178,20 @@ class Acceptance:
         return self.tokens / self.passes if self.passes else float("nan")
 
     def rate_by_depth(self) -> list[float]:
-        """Share of passes that accepted a token at depth k, of those that accepted one at depth k - 1 (k = 1, 2,
-        ...).
+        """Return the share of passes that accepted a token at depth k, of those that accepted one at depth k - 1 (k =
+        1, 2, ...).
         """
         pairs = zip(self.accepted[1:], self.accepted, strict=False)
         return [deeper / shallower for deeper, shallower in pairs]
 
 
 def legacy_tau(prompts: Iterable[Sequence[tuple[int, int]]]) -> float:
-    """The released scripts' figure, printed beside ours and named so: the mean over prompts of (new tokens of all
-    turns) / (sum over turns of R - 1) for R passes.
+    """Compute the released scripts' figure, which is reported next to tau under its own name: the mean over prompts of
+    (new tokens of all turns) / (sum over turns of R - 1) for R passes.
 
-    Parameters: (new tokens, R) of each turn of each prompt. The scripts' new tokens hold the prompt's own first token,
-    lack the last pass's last one and keep what is behind the stop id: as many as the passes emitted, uncut. A prompt
-    whose turns take one pass each counts as 0, as there; NaN without prompts.
+    Parameters: (new tokens, R) of each turn of each prompt. The scripts' new tokens include the prompt's own first
+    token, lack the last pass's last one and keep tokens after the stop id: as many as the passes emitted, uncut. A
+    prompt whose turns take one pass each counts as 0, as in the scripts; NaN without prompts.
     """
     ratios = []
     for turns in prompts:

@@ -1,7 +1,7 @@
-"""The protocols of a draft and of a target, as decoding knows them, and what passes between them.
+"""The protocols of a draft and of a target in decoding, and the data that passes between them.
 
-A draft that answers level by level has `start` and `step`, and `propose` grows its tree from these (grow.py). One that
-finds candidates in another way has a `propose` of its own.
+A draft that proposes level by level has `start` and `step`, and `propose` grows its tree from these (grow.py). One that
+finds candidates in another way implements `propose` itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,10 +18,12 @@ from pipeline.lm.states import Needs, States
 
 @dataclass
 class RoundInput:
-    """What a round begins with: the text so far and, of its tokens that the draft has not seen, the target's states."""
+    """The input of a round: the text so far and the target's states of those of its tokens that are new to the
+    draft.
+    """
 
     tokens: list[int]  # t_0 .. t_n, prompt and answer; the last one is the tree's root and has no states yet
-    states_TSD: Tensor  # of the T positions before it that are new to the draft, as its `Needs` say
+    states_TSD: Tensor  # of the T positions before it that are new to the draft, as its `Needs` require
 
 
 @dataclass
@@ -29,46 +31,46 @@ class Frontier:
     """The W nodes of one level that are forwarded together."""
 
     tokens_W: Tensor  # target ids
-    carry_WD: Tensor  # what the answers to their parents carried
-    visible_WC: Tensor  # bool over the tree nodes forwarded so far and this level's own: ancestors and itself
+    carry_WD: Tensor  # the `carry_WD` rows of their parents' outputs
+    visible_WC: Tensor  # bool over the tree nodes forwarded so far and this level's: ancestors and itself
     depth: int  # of these nodes; the root's children have depth 1
-    prefix_W: Tensor | None = None  # how many verified inputs each sees, from the first on; all of them by default
+    prefix_W: Tensor | None = None  # number of verified inputs that each sees, from the first on; default: all
 
 
 @dataclass
 class DraftOutput:
-    """A forward's answer for W nodes; logits are over the draft's vocabulary."""
+    """A draft forward's output for W nodes; logits are over the draft's vocabulary."""
 
     carry_WD: Tensor  # for the forward of each row's children; a tree only indexes it by row
-    logits_LWU: list[Tensor]  # of the next token; then, from a tree's last forward, of those after it
-    experts_WKU: Tensor | None = None  # the experts' own logits of the next token, where the tree wants them
+    logits_LWU: list[Tensor]  # of the next token; in a tree's last forward also of those after it
+    experts_WKU: Tensor | None = None  # the experts' own logits of the next token, where the tree requests them
     log_weights_WK: Tensor | None = None  # their routing weights
 
     def broken(self) -> Tensor:
-        """Whether a logit is not finite: a bool on the device, so that nobody waits for it here."""
+        """Return whether a logit is not finite: a bool on the device, so that the host does not wait for it here."""
         logits = [*self.logits_LWU, *([] if self.experts_WKU is None else [self.experts_WKU])]
         return ~torch.stack([part.sum(dtype=torch.float32) for part in logits]).isfinite().all()
 
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """What a tree wants of a forward."""
+    """The request of a tree to a draft forward."""
 
-    levels: int = 1  # so many tokens ahead, or as many as this forward can answer
-    experts: bool = False  # and each expert's own next token
+    levels: int = 1  # tokens to predict ahead, or as many as this forward can
+    experts: bool = False  # also each expert's own next token
 
 
 class Randomness(Protocol):
-    """Where randomness enters: seeded when decoding; tests try every outcome in turn."""
+    """A source of randomness: seeded when decoding; tests try every outcome in turn."""
 
     def accept(self, probability: float) -> bool: ...
 
     def draw_rows(self, q_WV: Tensor) -> Tensor:
-        """One token of each row [W]."""
+        """Draw one token from each row [W]."""
 
 
 class Processing(Protocol):
-    """How logits become the probabilities that siblings are drawn from (`generate.Sampling`)."""
+    """The processing of logits into the probabilities that siblings are drawn from (`generate.Sampling`)."""
 
     @property
     def temperature(self) -> float: ...
@@ -78,7 +80,7 @@ class Processing(Protocol):
 
 @dataclass(frozen=True)
 class Draws:
-    """What a tree wants whose siblings are drawn."""
+    """The inputs of a tree whose siblings are drawn."""
 
     processing: Processing
     randomness: Randomness
@@ -86,48 +88,54 @@ class Draws:
 
 @dataclass
 class Pool:
-    """Candidates of one source below the root, parents before children."""
+    """The candidates of one source below the root, parents before children."""
 
     tokens: list[int]  # target ids
     parents: list[int]  # 0: the root; n: the pool's n-th candidate, from 1
-    scores: list[float]  # what its source ranks them by: of two at one depth the higher one is likelier
+    scores: list[float]  # the source's ranking: of two at one depth the higher one is likelier
 
     def depths(self) -> list[int]:
-        found = [0]
+        depths = [0]
         for parent in self.parents:
-            found.append(found[parent] + 1)
-        return found[1:]
+            depths.append(depths[parent] + 1)
+        return depths[1:]
 
 
 Timer = Callable[..., Any]  # timer(name, function, *arguments): the function's result; its seconds go to that name
 
 
 def untimed(_name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """A `Timer` that does not measure."""
+    """Call the function without measuring it, as a `Timer`."""
     return function(*arguments)
 
 
 class TreeSupport(Protocol):
-    """A draft's settings, as far as trees go."""
+    """A draft's settings that concern trees."""
 
     def resolve(self, tree: TreeConfig) -> TreeConfig:
-        """The tree with all that it left to the draft. Raises ValueError where the draft cannot grow it."""
+        """Return the tree with the draft's defaults filled in. Raise ValueError where the draft cannot grow it."""
 
     def most(self, tree: TreeConfig) -> int:
-        """Nodes, the root included, that such a tree has candidates for, whatever `tree.nodes` says."""
+        """Return the maximum number of nodes, the root included, that such a tree has candidates for, regardless of
+        `tree.nodes`.
+        """
 
     def reach(self, tree: TreeConfig) -> int:
-        """The deepest level that its trees of these settings can have."""
+        """Return the deepest level that trees of these settings can have."""
 
     def levels_of(self, number: int) -> int:
-        """How many levels its forward of this number in a round, from 0, can answer; 0: it makes no such forward."""
+        """Return how many levels its forward of this number in a round, from 0, can predict; 0: it makes no such
+        forward.
+        """
 
     def parallels(self, depth: int) -> list[int]:
-        """Allowed values of `tree.parallel` at this depth, the default first; none where it grows no tree so deep."""
+        """Return the allowed values of `tree.parallel` at this depth, the default first; none where no tree can be so
+        deep.
+        """
 
 
 class Draft(Protocol):
-    """What decoding knows of a draft."""
+    """The protocol of a draft in decoding."""
 
     name: str  # for messages
     stepwise: bool  # it has `start` and `step`
@@ -135,7 +143,7 @@ class Draft(Protocol):
 
     @property
     def token_ids_U(self) -> Tensor | None:
-        """Target ids of its vocabulary; None where it has the target's own."""
+        """Return the target ids of its vocabulary; None where it has the target's own."""
 
     @property
     def config(self) -> TreeSupport: ...
@@ -144,35 +152,37 @@ class Draft(Protocol):
     def needs(self) -> Needs: ...
 
     def open(self) -> Any:
-        """A state of one sequence."""
+        """Create the state of one sequence."""
 
     def start(self, state: Any, inputs: RoundInput, request: DraftRequest, places: int = 1) -> DraftOutput:
-        """Drops the last tree, takes in what was verified, answers after the last `places` of its positions."""
+        """Drop the last tree, forward the newly verified tokens, and return the output after the last `places`
+        positions.
+        """
 
     def step(self, state: Any, frontier: Frontier, request: DraftRequest) -> DraftOutput:
-        """One forward for the frontier's nodes; each sees its verified prefix, its ancestors and itself."""
+        """Forward the frontier's nodes once; each sees its verified prefix, its ancestors and itself."""
 
     def propose(
         self, state: Any, inputs: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = untimed
     ) -> Tree:
-        """A tree below the last emitted token: a function of the text and the draft; siblings that are drawn also
-        depend on `draws`.
+        """Grow a tree below the last emitted token: a function of the text and the draft; drawn siblings also depend on
+        `draws`.
 
-        `timer` calls the draft's forwards, by the name "draft". Raises PipelineError where logits are not finite.
+        `timer` calls the draft's forwards, by the name "draft". Raise PipelineError where logits are not finite.
         """
 
 
 class Source(Draft, Protocol):
-    """A draft whose candidates can stand in one tree with those of others (sources.py)."""
+    """A draft whose candidates can be in one tree with those of others (sources.py)."""
 
     def packable(self) -> list[torch.nn.Module]:
-        """What decodes: modules whose linear layers may be laid out anew."""
+        """Return the modules of decoding whose linear layers may be packed."""
 
     def pool(self, state: Any, inputs: RoundInput, tree: TreeConfig, count: int, timer: Timer = untimed) -> Pool:
-        """Its `count` best candidates for such a tree."""
+        """Return its `count` best candidates for such a tree."""
 
     def accept_probability(self, depth: int, score: float) -> float:
-        """What a candidate's score is worth, as the probability that the target's text goes through it."""
+        """Convert a candidate's score to the probability that the target's text goes through it."""
 
 
 class Cache(Protocol):
@@ -184,11 +194,11 @@ class Cache(Protocol):
 
 
 class TargetModel(Protocol):
-    """What decoding knows of a target."""
+    """The protocol of a target in decoding."""
 
     device: torch.device
     dtype: torch.dtype
-    positions: int  # most tokens of a sequence
+    positions: int  # maximum number of tokens of a sequence
     compiled: bool
 
     def new_cache(self, capacity: int) -> Any: ...
@@ -204,4 +214,4 @@ class TargetModel(Protocol):
     ) -> States: ...
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits."""
+        """Return the logits."""

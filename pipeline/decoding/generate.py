@@ -24,14 +24,16 @@ from pipeline.decoding.config import LoadedMethod
 from pipeline.decoding.contract import Cache, Draws, RoundInput, States, TargetModel
 from pipeline.decoding.tree import Tree
 
-LONGEST_PERIOD, REPEATED, SAME = 64, 4, 0.75  # of `repeats_itself`
-Observer = Callable[[list[int], Tree, Tensor], None]  # sees each round: all tokens so far, the tree, its logits_NV
-Listener = Callable[[list[int]], int | None]  # hears new tokens; says after how many of them to stop, None to go on
+LONGEST_PERIOD, REPEATED, REPEATED_SHARE = 64, 4, 0.75  # thresholds of `repeats_itself`
+# An observer is called each round with all tokens so far, the tree, its logits_NV; a listener with new tokens, and it
+# returns how many of them to keep before stopping, None to continue.
+Observer = Callable[[list[int], Tree, Tensor], None]
+Listener = Callable[[list[int]], int | None]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the target's logits are processed (in transformers' order and meaning), and when to stop."""
+    """The settings of how the target's logits are processed (in transformers' order and meaning), and when to stop."""
 
     max_new_tokens: int
     stop_ids: frozenset[int]
@@ -42,7 +44,9 @@ class Sampling:
     seed: int = 0
 
     def processed(self, logits_NV: Tensor, before_NL: Tensor | None) -> Tensor:
-        """fp32 logits; ``before_NL`` are the tokens before each row's next one (wanted by the penalty only)."""
+        """Return processed fp32 logits; ``before_NL`` are the tokens before each row's next one (only the penalty
+        requires it).
+        """
         processors = LogitsProcessorList()
         if self.repetition_penalty != 1.0 and before_NL is not None:
             processors.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
@@ -52,28 +56,28 @@ class Sampling:
                 processors.append(TopKLogitsWarper(self.top_k))
             if self.top_p < 1:
                 processors.append(TopPLogitsWarper(self.top_p))
-        before: Any = before_NL  # none of the processors that are left looks at it where it is None
+        before: Any = before_NL  # where it is None, no remaining processor reads it
         return processors(before, logits_NV.float())
 
     def scaled(self, logits_NV: Tensor) -> Tensor:
-        """By temperature alone."""
+        """Scale logits by the temperature alone."""
         return logits_NV.float() / self.temperature if self.temperature > 0 else logits_NV.float()
 
     def probabilities(self, logits_NV: Tensor, before_NL: Tensor | None = None) -> Tensor:
-        """What tokens are drawn from above temperature 0."""
+        """Return the probabilities that tokens are drawn from above temperature 0."""
         return self.processed(logits_NV, before_NL).softmax(-1)
 
     def choose(self, logits_NV: Tensor, before_NL: Tensor | None, sampler: Sampler, places: list[int]) -> Tensor:
-        """Plain decoding's token [N] after each row: the argmax, or drawn with the number of its place in the
-        answer.
+        """Return plain decoding's token [N] after each row: the argmax, or drawn with the random numbers of its
+        position in the answer.
         """
         if self.temperature == 0:
             return self.processed(logits_NV, before_NL).argmax(-1)
         return sampler.choose(self.probabilities(logits_NV, before_NL), places)
 
     def before(self, prompt: list[int], answer: list[int], tree: Tree | None, device: torch.device) -> Tensor | None:
-        """``before_NL``: prompt and answer so far, and behind them each node's path; rows are filled up with a token
-        that they hold anyway. None where nothing asks for it.
+        """Return ``before_NL``: prompt and answer so far, and after them each node's path; rows are padded with a token
+        that they contain already. None where no processor requires it.
         """
         if self.repetition_penalty == 1.0:
             return None
@@ -87,7 +91,7 @@ class Sampling:
         return torch.cat([prefix_NP, sent(rows, device, torch.long).view(len(rows), longest)], dim=1)
 
     def trimmed(self, tokens: list[int], already: int) -> tuple[list[int], bool]:
-        """Cuts new tokens behind the first stop id or at the limit; says whether decoding ends."""
+        """Cut new tokens after the first stop id or at the limit; return them and whether decoding ends."""
         tokens = tokens[: self.max_new_tokens - already]
         stop = next((place for place, token in enumerate(tokens) if token in self.stop_ids), None)
         if stop is not None:
@@ -97,34 +101,33 @@ class Sampling:
 
 @dataclass
 class Generation:
-    """One decoded answer. Seconds run from the end of the prompt's own forward, which both methods share."""
+    """One decoded answer. Seconds count from the end of the prefill, which both methods share."""
 
     tokens: list[int]
     seconds: float = 0.0
     split: dict[str, float] = field(default_factory=dict)  # seconds of "draft" and "verify"; the rest is bookkeeping
     draft_forwards: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
-    untrimmed_tokens: int = 0  # emitted by passes, with what is beyond the stop id or the limit
-    depths: list[int] = field(default_factory=list)  # of each token in the tree that guessed it; 0: the target's own
+    untrimmed_tokens: int = 0  # emitted by passes, including those after the stop id or the limit
+    depths: list[int] = field(default_factory=list)  # of each token in the tree that proposed it; 0: the target's own
 
 
 def repeats_itself(ids: list[int]) -> bool:
-    """Whether an answer ends in a loop: of its last 4 x p tokens (at least 32), three in four are the token p places
-    before, for a period p of up to 64. So a loop that counts, or moves further in with every line, is one, too.
+    """Return whether an answer ends in a loop: three in four of its last 4 x p tokens (at least 32) equal the token p
+    positions before, for a period p of up to 64. So a loop that counts, or indents further with every line, is
+    included.
     """
     for period in range(1, LONGEST_PERIOD + 1):
         last = max(REPEATED * period, 32)
         if len(ids) >= last:
-            same = sum(a == b for a, b in zip(ids[-last:-period], ids[period - last :], strict=True))
-            if same >= SAME * (last - period):
+            repeated = sum(a == b for a, b in zip(ids[-last:-period], ids[period - last :], strict=True))
+            if repeated >= REPEATED_SHARE * (last - period):
                 return True
     return False
 
 
 class Stopwatch:
-    """Wall-clock time by name. Waits for the accelerator around every lap if asked to (`exact`), else only at the
-    ends.
-    """
+    """A wall clock by name. It waits for the accelerator around every lap with `exact`, otherwise only at the ends."""
 
     def __init__(self, device: torch.device, exact: bool):
         self._device = device
@@ -139,19 +142,19 @@ class Stopwatch:
     def total(self) -> float:
         return self.now() - self._begin
 
-    def __call__(self, name: str, what: Callable, *arguments: Any) -> Any:
+    def __call__(self, name: str, function: Callable, *arguments: Any) -> Any:
         self.calls[name] += 1
         if not self._exact:
-            return what(*arguments)
+            return function(*arguments)
         begin = self.now()
-        out = what(*arguments)
+        result = function(*arguments)
         self.laps[name] += self.now() - begin
-        return out
+        return result
 
 
 @dataclass
 class Prefilled:
-    """A prompt's own forward, which all answers to it share; one of them at a time."""
+    """A prefill, which all answers to the prompt share; one answer at a time."""
 
     prompt: list[int]
     cache: Cache
@@ -159,16 +162,17 @@ class Prefilled:
     logits_V: Tensor
 
     def taken(self) -> tuple[Cache, States, Tensor]:
-        """As it was after the prompt: what an answer wrote behind it is dropped."""
+        """Reset to the state after the prompt: drop what an answer wrote after it."""
         self.cache.keep(len(self.prompt))
         return self.cache, self.states, self.logits_V
 
 
 @torch.inference_mode()
 def prefill(target: TargetModel, prompt: list[int], room: int, layers: tuple[int, ...] = ()) -> Prefilled:
-    """`room`: positions behind the prompt that answers may need; `layers`: auxiliary ones that their drafts want.
+    """Forward the prompt. `room`: positions after the prompt that answers may need; `layers`: auxiliary ones that their
+    drafts require.
 
-    Raises PipelineError for a prompt without that room, and for logits that are not finite.
+    Raise PipelineError for a prompt without that room, and for logits that are not finite.
     """
     limit = target.positions
     if len(prompt) + room > limit:
@@ -195,7 +199,7 @@ def plain(
     prefilled: Prefilled | None = None,
     on_tokens: Listener = lambda _: None,
 ) -> Generation:
-    """Autoregressive decoding, one token a pass: the baseline."""
+    """Decode autoregressively, one token a pass: the baseline."""
     sampler = Sampler(sampling.seed)
     cache, _, logits_V = (prefilled or prefill(target, prompt, sampling.max_new_tokens)).taken()
     watch = Stopwatch(target.device, exact=False)
@@ -221,9 +225,9 @@ def speculative(
     prefilled: Prefilled | None = None,
     on_tokens: Listener = lambda _: None,
 ) -> Generation:
-    """Draft, verify, accept, until the stop rule holds. With trees of best candidates the answer is `plain`'s, with
+    """Draft, verify and accept, until the stop rule holds. With trees of best candidates the answer is `plain`'s, with
     drawn ones it is distributed as `plain`'s. `exact_split` waits for a GPU between the parts of a round, which costs
-    time. `on_tokens` is told the tokens of every round.
+    time. `on_tokens` is called with the tokens of every round.
     """
     draft, spec, sampler = method.draft, method.tree, Sampler(sampling.seed)
     layers, room = draft.needs.auxiliary, sampling.max_new_tokens + method.room(target.compiled)
@@ -232,9 +236,9 @@ def speculative(
     draws = Draws(sampling, sampler)
     before = sampling.before(prompt, [], None, target.device)
     first = int(sampling.choose(logits_V[None], before, sampler, [0])[0])
-    out = Generation([])
-    out.tokens, done = _ended_by(on_tokens, *sampling.trimmed([first], 0))
-    out.depths = [0] * len(out.tokens)
+    generation = Generation([])
+    generation.tokens, done = _ended_by(on_tokens, *sampling.trimmed([first], 0))
+    generation.depths = [0] * len(generation.tokens)
     state, text = draft.open(), [*prompt, first]
     while not done:
         tree = draft.propose(state, RoundInput(text, states.of(draft.needs)), spec, draws, watch)
@@ -244,29 +248,33 @@ def speculative(
             "verify", _verify, target, tree.tokens_N, cache, positions, visible, spec.nodes, layers
         )
         if observe:
-            observe(prompt + out.tokens, tree, logits_NV)
-        path, bonus = _accept(tree, logits_NV, sampling, sampler, prompt, out.tokens)
+            observe(prompt + generation.tokens, tree, logits_NV)
+        path, bonus = _accept(tree, logits_NV, sampling, sampler, prompt, generation.tokens)
         cache.keep(past, [past, *(past + node for node in path)])
         states = states.rows([0, *path])
         emitted = [*(tree.tokens[node] for node in path), bonus]
         text += emitted
-        new, done = _ended_by(on_tokens, *sampling.trimmed(emitted, len(out.tokens)))
-        out.tokens += new
-        out.depths += [*range(1, len(path) + 1), 0][: len(new)]
-        out.untrimmed_tokens += len(emitted)
-        out.acceptance.add_pass(min(len(path), len(new)), len(new))
-    out.seconds, out.split, out.draft_forwards = watch.total(), dict(watch.laps), watch.calls["draft"]
-    return out
+        new, done = _ended_by(on_tokens, *sampling.trimmed(emitted, len(generation.tokens)))
+        generation.tokens += new
+        generation.depths += [*range(1, len(path) + 1), 0][: len(new)]
+        generation.untrimmed_tokens += len(emitted)
+        generation.acceptance.add_pass(min(len(path), len(new)), len(new))
+    generation.seconds, generation.split, generation.draft_forwards = (
+        watch.total(),
+        dict(watch.laps),
+        watch.calls["draft"],
+    )
+    return generation
 
 
 def _ended_by(on_tokens: Listener, new: list[int], done: bool) -> tuple[list[int], bool]:
-    """What a listener keeps of a round's tokens, and whether decoding ends."""
+    """Return the tokens of a round that a listener keeps, and whether decoding ends."""
     end = on_tokens(new)
     return (new, done) if end is None else (new[:end], True)
 
 
 def _layout(tree: Tree, past: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """``positions_N``, at its depth behind the prefix, and ``visible_NC``: prefix, ancestors and itself."""
+    """Return ``positions_N``, each node's depth after the prefix, and ``visible_NC``: prefix, ancestors and itself."""
     prefix = torch.ones(len(tree.tokens), past, dtype=torch.bool, device=device)
     return tree.depths_N + past, torch.cat([prefix, tree.ancestors_NN], dim=1)
 
@@ -280,7 +288,7 @@ def _verify(
     width: int,
     layers: tuple[int, ...] = (),
 ) -> tuple[States, Tensor]:
-    """One target forward over the tree: its states and ``logits_NV``."""
+    """Run one target forward over the tree: return its states and ``logits_NV``."""
     states = target.forward(tokens_N, cache, positions_N, visible_NC, width, layers)
     return states, target.head(states.final_ND)
 
@@ -296,8 +304,8 @@ def _accept(
         following = sampling.choose(logits_NV, before, sampler, places).tolist()  # the only wait for the device
         return accept_best(tree, following.__getitem__)
 
-    def chosen(node: int) -> int:  # a CPU is not waited for, and most nodes are never asked
-        own = None if before is None else before[node : node + 1]
-        return int(sampling.choose(logits_NV[node : node + 1], own, sampler, [places[node]])[0])
+    def chosen(node: int) -> int:  # a CPU needs no waiting, and most nodes are never reached
+        row_before = None if before is None else before[node : node + 1]
+        return int(sampling.choose(logits_NV[node : node + 1], row_before, sampler, [places[node]])[0])
 
     return accept_best(tree, chosen)

@@ -1,10 +1,10 @@
-"""Growing the token trees of every draft: dynamic (EAGLE-2) or static (EAGLE-1), their candidates plain or decoupled,
-and their last levels from one forward (Jakiro).
+"""Grow the token trees of every draft: dynamic (EAGLE-2) or static (EAGLE-1), with plain or decoupled candidates, and
+their last levels from one forward (Jakiro).
 
 A tree of best candidates is a deterministic function of the context, a static tree may hold drawn ones: `accept.py`
-says why each is lossless. Growing never asks the device for a number; the tree is copied to the host once,
-at the end (a drawn one with its proposals). Dynamic
-trees grow at many places of a text at once (replay.py) as at one (decoding): it is the same code.
+explains why each is lossless. Growing never reads a number from the device; the tree is copied to the host once, at the
+end (a drawn one with its proposals). The same code grows dynamic trees at many places of a text (replay.py) and at one
+(decoding).
 """
 
 import math
@@ -36,10 +36,10 @@ from pipeline.decoding.tree import Tree, build_tree
 def grow(
     draft: Draft, state: Any, inputs: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = untimed
 ) -> Tree:
-    """Grows the draft's tree below the last emitted token.
+    """Grow the draft's tree below the last emitted token.
 
-    `draws` are wanted by trees whose siblings are drawn; at temperature 0 those take the best. `timer` calls the
-    draft's forwards. Raises PipelineError where the draft's logits are not finite.
+    `draws` are required by trees whose siblings are drawn; at temperature 0 those take the best. `timer` calls the
+    draft's forwards. Raise PipelineError where the draft's logits are not finite.
     """
     if tree.paths is None:
         pool = best_pool(draft, state, inputs, tree, tree.nodes - 1, timer)
@@ -50,8 +50,8 @@ def grow(
 
 
 class Grower:
-    """The forwards of one round, or of the rounds at A places of a text at once; and the answer of the last of them,
-    whose rows are W nodes of the first place, W of the second, ...
+    """The draft forwards of one round, or of the rounds at A places of a text at once, and the output of the last of
+    them, whose rows are W nodes of the first place, W of the second, ...
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class Grower:
         timer: Timer = untimed,
         prefix_A: Tensor | None = None,
     ):
-        """`prefix_A`: the verified inputs before each of the last A places of `inputs`; every forward is then asked for
-        all levels ahead, since smaller trees are selected from this one. Without it the only place is
-        the end of the text.
+        """Run the round's first forward. `prefix_A`: the verified inputs before each of the last A places of `inputs`;
+        every forward then predicts all levels ahead, since smaller trees are selected from this one. Without it the
+        only place is the end of the text.
         """
         self.draft, self.tree, self._state, self._timer, self._prefix_A = draft, tree, state, timer, prefix_A
         self.places, self.last = 1 if prefix_A is None else len(prefix_A), tree.forwards - 1
@@ -83,7 +83,7 @@ class Grower:
         self._children: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def step(self, tokens_W: Tensor, rows_W: Tensor, depth: int) -> None:
-        """Forwards nodes at `depth`, equally many for each place; their parents were these rows of the last forward."""
+        """Forward nodes at `depth`, equally many for each place, whose parents were these rows of the last forward."""
         itself = torch.eye(len(rows_W), dtype=torch.bool, device=self.device)
         self._visible_WC = torch.cat([self._visible_WC[rows_W], itself], dim=1)
         prefix_W = None if self._prefix_A is None else self._prefix_A.repeat_interleave(len(rows_W) // self.places)
@@ -91,38 +91,40 @@ class Grower:
         self._receive(self._timer("draft", self.draft.step, self._state, frontier, self._request(depth)))
         self.broken = self.broken | self.output.broken()
 
-    def scores(self, beyond: int) -> tuple[Tensor, Tensor]:
-        """(Ranking scores, node scores) by the last forward's rows. `beyond` up to 0: of its next token; n: of n tokens
-        further on.
+    def scores(self, offset: int) -> tuple[Tensor, Tensor]:
+        """Return (ranking scores, node scores) by the last forward's rows. `offset` up to 0: of its next token; n: n
+        tokens further.
         """
-        return ranking(self.output, self.tree) if beyond <= 0 else (ahead_scores(self.output, beyond),) * 2
+        return ranking(self.output, self.tree) if offset <= 0 else (ahead_scores(self.output, offset),) * 2
 
-    # -- as `dynamic_levels` asks for them -----------------------------------------------------------------------
+    # -- the protocol `Expander` ----------------------------------------------------------------------------------
 
-    def children(self, rows_AW: Tensor | None, beyond: int, count: int) -> tuple[Tensor, Tensor]:
-        """As `Expander` says; without `rows_AW` for all rows."""
-        if (beyond, count) not in self._children:
-            self._children[beyond, count] = candidates(self.draft, *self.scores(beyond), count)
-        found = self._children[beyond, count]
-        if beyond == 0 or rows_AW is None:  # the last forward's own nodes: all of its rows
-            return found[0].view(self.places, self.width, -1), found[1].view(self.places, self.width, -1)
+    def children(self, rows_AW: Tensor | None, offset: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return the children as `Expander` defines; without `rows_AW` for all rows."""
+        if (offset, count) not in self._children:
+            self._children[offset, count] = candidates(self.draft, *self.scores(offset), count)
+        tokens_and_scores = self._children[offset, count]
+        if offset == 0 or rows_AW is None:  # of the last forward's own nodes: all its rows
+            return tokens_and_scores[0].view(self.places, self.width, -1), tokens_and_scores[1].view(
+                self.places, self.width, -1
+            )
         rows_AW = self._whole_rows(rows_AW)
-        return found[0][rows_AW], found[1][rows_AW]
+        return tokens_and_scores[0][rows_AW], tokens_and_scores[1][rows_AW]
 
     def forward(self, tokens_AW: Tensor, rows_AW: Tensor, ranks_AW: Tensor, depth: int) -> Tensor:
         self.step(tokens_AW.flatten(), self._whole_rows(rows_AW).flatten(), depth)
         return torch.arange(self.width, device=self.device).expand(self.places, -1)
 
     def _whole_rows(self, rows_AW: Tensor) -> Tensor:
-        """Rows of the whole forward from those of each place."""
+        """Convert each place's row numbers to rows of the complete forward."""
         if self.places == 1:
             return rows_AW
         return rows_AW + self.width * torch.arange(self.places, device=self.device)[:, None]
 
 
 def ranking(output: DraftOutput, spec: TreeConfig) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (W, U) of the next token: what candidates are ranked by, and what nodes are scored by. They
-    are at most 0, though rounding could lift a mixture's above: a child must not outrank its parent.
+    """Return log-probabilities (W, U) of the next token: the ranking of candidates, and the scores of nodes. They are
+    at most 0, though rounding could lift a mixture's above: a child must not outrank its parent.
     """
     if spec.candidates == "plain":
         scores = output.logits_LWU[0].float().log_softmax(-1)
@@ -134,14 +136,16 @@ def ranking(output: DraftOutput, spec: TreeConfig) -> tuple[Tensor, Tensor]:
 
 
 def candidates(draft: Draft, ranked_WU: Tensor, scored_WU: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` best tokens of each row, best first (W, k), as target ids, and their scores. No token twice."""
+    """Return the `count` best tokens of each row, best first (W, k), as target ids, and their scores; no token
+    twice.
+    """
     chosen = ranked_WU.topk(min(count, ranked_WU.shape[1]), dim=-1).indices
     tokens = chosen if draft.token_ids_U is None else draft.token_ids_U[chosen]
     return tokens, scored_WU.gather(1, chosen)
 
 
 def ahead_scores(output: DraftOutput, level: int) -> Tensor:
-    """Log-probabilities of the token `level` levels below the last forward's own candidates."""
+    """Return log-probabilities of the token `level` levels below the last forward's own candidates."""
     return output.logits_LWU[level].float().log_softmax(-1)
 
 
@@ -149,30 +153,31 @@ def ahead_scores(output: DraftOutput, level: int) -> Tensor:
 
 
 class Expander(Protocol):
-    """What the nodes of a tree propose, at A places at once: from forwards as they are made, or recorded ones."""
+    """The proposals for the nodes of a tree, at A places at once: from live forwards, or from recorded ones."""
 
-    def children(self, rows_AW: Tensor, beyond: int, count: int) -> tuple[Tensor, Tensor]:
-        """The `count` best tokens of these rows of the last forward (A, W, k), as target ids, and their
-        log-probabilities: `beyond` levels below the forward's own candidates.
+    def children(self, rows_AW: Tensor, offset: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return the `count` best tokens of these rows of the last forward (A, W, k), as target ids, and their
+        log-probabilities, `offset` levels below the forward's own candidates.
         """
 
     def forward(self, tokens_AW: Tensor, rows_AW: Tensor, ranks_AW: Tensor, depth: int) -> Tensor:
-        """Forwards nodes at `depth`: the children of these rows that have these ranks. Gives the new rows (A, W)."""
+        """Forward nodes at `depth`: the children of these rows that have these ranks. Return the new rows (A, W)."""
 
 
 @dataclass
 class Level:
-    """Candidates of one depth at A places, C of them each."""
+    """The candidates of one depth at A places, C of them each."""
 
     tokens_AC: Tensor  # target ids
     parents_AC: Tensor  # number among all candidates of the place, from 0; -1 for the root
-    scores_AC: Tensor  # cumulative log-probability; -inf: there is no such candidate
+    scores_AC: Tensor  # cumulative log-probability; -inf: the candidate does not exist
 
 
 def dynamic_levels(expander: Expander, tree: TreeConfig, places: int, device: torch.device) -> Iterator[Level]:
-    """The candidates of a dynamic tree, level by level. The `top_k` best nodes of a level by cumulative log-probability
-    are forwarded and each proposes `top_k` children. Below the last forward a node's children are what the forward
-    above it expects that many tokens ahead: they are found by the row of that forward and NOT by the node's own rank.
+    """Yield the candidates of a dynamic tree, level by level. The `top_k` best nodes of a level by cumulative
+    log-probability are forwarded and each proposes `top_k` children. Below the last forward a node's children are the
+    tokens that the forward above it predicts that far ahead: they are found by the row of that forward and NOT by the
+    node's own rank.
     """
     rows_AW = torch.zeros(places, 1, dtype=torch.long, device=device)
     numbers_AW, totals_AW = rows_AW - 1, torch.zeros(places, 1, device=device)
@@ -193,31 +198,37 @@ def dynamic_levels(expander: Expander, tree: TreeConfig, places: int, device: to
 
 
 def best_pools(levels: Sequence[Level], count: int, broken: Tensor | None = None) -> tuple[list[Pool], bool]:
-    """The best `count` of all candidates at each place, and whether `broken`. A child never outranks its parent, so
-    what stays is connected.
+    """Return the best `count` of all candidates at each place, and whether `broken`. A child never outranks its parent,
+    so the selected nodes are connected.
     """
     tokens_AC, parents_AC, scores_AC = (
         torch.cat([getattr(level, name) for level in levels], dim=1)
         for name in ("tokens_AC", "parents_AC", "scores_AC")
     )
     best_AC = scores_AC.sort(dim=1, descending=True, stable=True).indices[:, :count]
-    kept_AC = best_AC.sort(dim=1).values  # parents come first in a pool
+    selected_AC = best_AC.sort(dim=1).values  # parents come first in a pool
     failed = torch.zeros((), device=scores_AC.device) if broken is None else broken
-    parts = [kept_AC, *(x.gather(1, kept_AC) for x in (tokens_AC, parents_AC, scores_AC)), failed.expand_as(kept_AC)]
-    *whole, failures = torch.stack([x.double() for x in parts]).tolist()  # the only wait for the device
-    return [_pool(*place) for place in zip(*whole, strict=True)], bool(failures[0][0])
+    parts = [
+        selected_AC,
+        *(x.gather(1, selected_AC) for x in (tokens_AC, parents_AC, scores_AC)),
+        failed.expand_as(selected_AC),
+    ]
+    *columns, failures = torch.stack([x.double() for x in parts]).tolist()  # the only wait for the device
+    return [_pool(*place) for place in zip(*columns, strict=True)], bool(failures[0][0])
 
 
 def _pool(numbers: list[float], tokens: list[float], parents: list[float], scores: list[float]) -> Pool:
-    there = [place for place, score in enumerate(scores) if score > -math.inf]
-    places = {numbers[n]: place for place, n in enumerate(there, start=1)} | {-1: 0}
-    return Pool([int(tokens[n]) for n in there], [places[parents[n]] for n in there], [scores[n] for n in there])
+    present = [place for place, score in enumerate(scores) if score > -math.inf]
+    places = {numbers[n]: place for place, n in enumerate(present, start=1)} | {-1: 0}
+    return Pool([int(tokens[n]) for n in present], [places[parents[n]] for n in present], [scores[n] for n in present])
 
 
 def best_pool(
     draft: Draft, state: Any, inputs: RoundInput, tree: TreeConfig, count: int, timer: Timer = untimed
 ) -> Pool:
-    """The best `count` candidates of a dynamic tree. Raises PipelineError where the draft's logits are not finite."""
+    """Return the best `count` candidates of a dynamic tree. Raise PipelineError where the draft's logits are not
+    finite.
+    """
     grower = Grower(draft, state, inputs, tree, timer)
     levels = list(dynamic_levels(grower, tree, 1, grower.device))
     (pool,), failed = best_pools(levels, count, grower.broken)
@@ -237,23 +248,25 @@ def not_finite(draft: Draft) -> PipelineError:
 
 
 class _Siblings:
-    """Siblings drawn one after the other without replacement: from one distribution, or from each expert's in turn."""
+    """A sampler of siblings, one after the other without replacement: from one distribution, or from each expert's in
+    turn.
+    """
 
     def __init__(self, tree: TreeConfig, draws: Draws):
         self._processing, self._randomness = draws.processing, draws.randomness
         self._by_expert = tree.candidates == "decoupled"
 
-    def of(self, draft: Draft, output: DraftOutput, rows: Tensor, beyond: int, count: int) -> tuple[Tensor, Tensor]:
-        """For parents whose children come from these `rows` of the last forward, `beyond` levels below its own:
-        ``tokens (W, count)``, -1 where nothing is left to draw, and what each was drawn from ``(W, count, V)``. Each
-        parent draws for itself.
+    def of(self, draft: Draft, output: DraftOutput, rows: Tensor, offset: int, count: int) -> tuple[Tensor, Tensor]:
+        """Draw the children of parents that have these `rows` of the last forward, `offset` levels below its own:
+        return ``tokens (W, count)``, -1 where nothing is left to draw, and the distribution of each draw ``(W, count,
+        V)``. Parents draw independently.
         """
-        if self._by_expert and beyond <= 0:
+        if self._by_expert and offset <= 0:
             assert output.experts_WKU is not None
             logits_WKU = output.experts_WKU[rows]
             q_WKU = self._processing.probabilities(logits_WKU.flatten(0, 1)).view_as(logits_WKU)
         else:
-            q_WKU = self._processing.probabilities(output.logits_LWU[max(beyond, 0)][rows])[:, None]
+            q_WKU = self._processing.probabilities(output.logits_LWU[max(offset, 0)][rows])[:, None]
         return self._draw(draft, q_WKU, count, draft.target_vocabulary)
 
     def _draw(self, draft: Draft, q_WKU: Tensor, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
@@ -274,9 +287,9 @@ class _Siblings:
 def _over_target_ids(draft: Draft, q: Tensor, vocabulary: int) -> Tensor:
     if draft.token_ids_U is None:
         return q
-    whole = q.new_zeros(*q.shape[:-1], vocabulary)
-    whole[..., draft.token_ids_U] = q
-    return whole
+    full = q.new_zeros(*q.shape[:-1], vocabulary)
+    full[..., draft.token_ids_U] = q
+    return full
 
 
 @dataclass(frozen=True)
@@ -284,13 +297,13 @@ class _Layer:
     """The nodes of one depth of a static tree."""
 
     paths: tuple[tuple[int, ...], ...]
-    inner: tuple[int, ...]  # places in it of those that have children
-    siblings: int  # most that one parent has
+    inner: tuple[int, ...]  # places in `paths` of those that have children
+    siblings: int  # maximum number of children of one parent
 
 
 @cache
 def _layers(paths: tuple[tuple[int, ...], ...]) -> tuple[_Layer, ...]:
-    """The layers of each depth, from 1; worked out once for a tree, not once a round."""
+    """Return the layers of each depth, from 1; computed once for a tree, not once a round."""
     parents, out = {path[:-1] for path in paths}, []
     for depth in range(1, 1 + max(map(len, paths))):
         level = tuple(path for path in paths if len(path) == depth)
@@ -300,20 +313,20 @@ def _layers(paths: tuple[tuple[int, ...], ...]) -> tuple[_Layer, ...]:
 
 
 def _grow_static(grower: Grower, root: int, siblings: _Siblings | None) -> Tree:
-    """Level by level along `static_paths`; only nodes that have children are forwarded."""
+    """Grow level by level along `static_paths`; only nodes that have children are forwarded."""
     device, paths = grower.device, tuple(tuple(path) for path in static_paths(grower.tree.paths))
-    rows: dict[tuple[int, ...], int] = {(): 0}  # path -> row of the forward whose answer its children come from
+    rows: dict[tuple[int, ...], int] = {(): 0}  # path -> row of the forward that predicts its children
     tokens_of, proposals_of = [], []
     for depth, layer in enumerate(_layers(paths)):  # the children of the nodes at `depth`
-        parents, beyond = list(dict.fromkeys(path[:-1] for path in layer.paths)), depth - grower.last
+        parents, offset = list(dict.fromkeys(path[:-1] for path in layer.paths)), depth - grower.last
         parent_rows = _index(tuple(rows[parent] for parent in parents), device)
         if siblings:
-            found, proposals = siblings.of(grower.draft, grower.output, parent_rows, beyond, layer.siblings)
+            tokens_WC, proposals = siblings.of(grower.draft, grower.output, parent_rows, offset, layer.siblings)
         else:
-            found = _best(grower, beyond, layer.siblings)[parent_rows]
+            tokens_WC = _best(grower, offset, layer.siblings)[parent_rows]
         place_of = {parent: place for place, parent in enumerate(parents)}
         source, rank = (_index(x, device) for x in zip(*((place_of[p[:-1]], p[-1]) for p in layer.paths), strict=True))
-        tokens = found[source, rank]
+        tokens = tokens_WC[source, rank]
         tokens_of.append(tokens)
         if siblings:
             proposals_of.append(proposals[source, rank])
@@ -322,40 +335,41 @@ def _grow_static(grower: Grower, root: int, siblings: _Siblings | None) -> Tree:
             grower.step(tokens[_index(layer.inner, device)].clamp_min(0), _index(tuple(above), device), depth + 1)
             above = list(range(len(above)))
         rows = {layer.paths[place]: row for place, row in zip(layer.inner, above, strict=True)}
-    drawn_from = torch.cat(proposals_of).to("cpu", non_blocking=True) if siblings else None  # there after the next line
+    # The copy is complete after the next line.
+    drawn_from = torch.cat(proposals_of).to("cpu", non_blocking=True) if siblings else None
     *numbers, failed = torch.cat([*tokens_of, grower.broken[None].long()]).tolist()  # the only wait for the device
     if failed:
         raise not_finite(grower.draft)
     return _collect(root, paths, numbers, drawn_from, device)
 
 
-def _best(grower: Grower, beyond: int, count: int) -> Tensor:
-    """The `count` best tokens of each row of the last forward (W, count), `beyond` levels below its own candidates; -1
-    where the vocabulary has no more.
+def _best(grower: Grower, offset: int, count: int) -> Tensor:
+    """Return the `count` best tokens of each row of the last forward (W, count), `offset` levels below its own
+    candidates; -1 where the vocabulary has no more.
     """
-    found = candidates(grower.draft, *grower.scores(beyond), count)[0]
-    return torch.nn.functional.pad(found, (0, count - found.shape[1]), value=-1)
+    tokens_WC = candidates(grower.draft, *grower.scores(offset), count)[0]
+    return torch.nn.functional.pad(tokens_WC, (0, count - tokens_WC.shape[1]), value=-1)
 
 
 def _collect(
     root: int, paths: Sequence[tuple[int, ...]], tokens: list[int], proposals: Tensor | None, device: torch.device
 ) -> Tree:
-    """Leaves out the nodes that nothing was left for (-1, or a rank that the vocabulary does not have), and what is
+    """Build the tree without the nodes that have no token (-1, or a rank that the vocabulary does not have), and those
     below them.
     """
     places: dict[tuple[int, ...], int] = {(): 0}
-    kept = []
+    kept_nodes = []
     for number, (path, token) in enumerate(zip(paths, tokens, strict=True)):
         if token >= 0 and path[:-1] in places:
             places[path] = len(places)
-            kept.append(number)
-    tree = build_tree(root, [tokens[n] for n in kept], [places[paths[n][:-1]] for n in kept], device)
+            kept_nodes.append(number)
+    tree = build_tree(root, [tokens[n] for n in kept_nodes], [places[paths[n][:-1]] for n in kept_nodes], device)
     if proposals is not None:
-        tree.proposals = [proposals[:0], *proposals[kept]]  # the root was not drawn
+        tree.proposals = [proposals[:0], *proposals[kept_nodes]]  # the root was not drawn
     return tree
 
 
 @lru_cache(1024)
 def _index(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """A static tree's are the same in every round: they are sent once."""
+    """Return the numbers on the device. A static tree's are the same in every round, so they are copied once."""
     return sent(numbers, device, torch.long)

@@ -1,9 +1,9 @@
-"""How far trees would have been accepted along the target's own text, counted from stored features: no verification.
+"""Count how far trees would be accepted along the target's own text, from stored features, without verification.
 
 A tree of best candidates accepts exactly the target's own next tokens as far as it holds them (docs/lossless.md). So
-`decoded` needs no target to count what decoding the text counts, for any tree. For many dynamic trees at once: a
-smaller tree's candidates are among a larger one's: fewer of each node's children, fewer nodes of each level, fewer
-levels. So below every token of a text one large tree is grown, many places at a time, and every smaller tree is
+`decoded` counts for any tree what decoding the text would count, without the target. Many dynamic trees are counted at
+once, as a smaller tree's candidates are among a larger one's: fewer of each node's children, fewer nodes of each level,
+fewer levels. So below every token of a text one large tree is grown, many places at a time, and every smaller tree is
 selected from its scores. One simplification: a node that the small tree forwards and the large one did not has no
 children here.
 """
@@ -29,32 +29,32 @@ FORWARDED = 256  # nodes of one level that are forwarded together, over places
 
 @torch.inference_mode()
 def decoded(method: LoadedMethod, states: States, tokens: list[int], begin: int) -> Acceptance:
-    """What decoding counts with a tree of best candidates, from ``tokens[begin]``, the prompt's own token, to the last
-    one. `states` are the target's there (at least of all but the last).
+    """Count what decoding would count with a tree of best candidates, from ``tokens[begin]``, the prompt's own token,
+    to the last one. `states` are the target's along the text (at least of all tokens but the last).
     """
-    draft, out, fed, end = method.draft, Acceptance(), 0, begin
+    draft, acceptance, consumed, end = method.draft, Acceptance(), 0, begin
     state, states_TSD = draft.open(), states.of(draft.needs)
     while end < len(tokens) - 1:  # `end`: the last emitted token
-        inputs = RoundInput(tokens[: end + 1], states_TSD[fed:end])
+        inputs = RoundInput(tokens[: end + 1], states_TSD[consumed:end])
         tree, following = draft.propose(state, inputs, method.tree, None), [*tokens[end + 1 :], -1]
         path, _ = accept_best(tree, lambda node: following[min(tree.depths[node], len(following) - 1)])  # noqa: B023
-        fed, emitted = end, min(len(path) + 1, len(tokens) - 1 - end)
-        out.add_pass(min(len(path), emitted), emitted)
+        consumed, emitted = end, min(len(path) + 1, len(tokens) - 1 - end)
+        acceptance.add_pass(min(len(path), emitted), emitted)
         end += emitted
-    return out
+    return acceptance
 
 
 def largest_tree(depth: int, top_k: int, candidates: Any, parallel: int) -> TreeConfig:
-    """For `counter`, which selects trees of any number of nodes."""
+    """Return the settings of the tree for `counter`, which selects trees of any number of nodes."""
     return TreeConfig(depth=depth, top_k=top_k, nodes=depth + 1, candidates=candidates, parallel=parallel)
 
 
-Counter = Callable[[TreeConfig], Acceptance]  # what decoding one text counts with a tree
+Counter = Callable[[TreeConfig], Acceptance]  # counts what decoding one text with a tree would count
 
 
 def counter(draft: Draft, states: States, tokens: list[int], begin: int, largest: TreeConfig) -> Counter:
-    """Of a text of the target's own, from ``tokens[begin]``, for any of the draft's dynamic trees up to `largest`.
-    `states` are the target's of all tokens.
+    """Return the counter of one text of the target's own, from ``tokens[begin]``, for any of the draft's dynamic trees
+    up to `largest`. `states` are the target's of all tokens.
     """
     if begin == len(tokens) - 1:
         return lambda tree: Acceptance()  # a text of one token has no round
@@ -66,7 +66,7 @@ def counter(draft: Draft, states: States, tokens: list[int], begin: int, largest
 
 
 def counted(method: LoadedMethod, states: States, tokens: list[int], begin: int) -> Acceptance:
-    """As `decoded`. A dynamic tree is grown at many places at a time, which is faster."""
+    """Count as `decoded` does. A dynamic tree is grown at many places at a time, which is faster."""
     if method.tree.paths is not None:
         return decoded(method, states, tokens, begin)
     return counter(method.draft, states, tokens, begin, method.tree)(method.tree)
@@ -74,23 +74,23 @@ def counted(method: LoadedMethod, states: States, tokens: list[int], begin: int)
 
 @dataclass
 class _Forward:
-    """What the forwarded nodes of one depth propose, at A places with W of them each: k tokens a horizon, best
+    """The proposals of the forwarded nodes of one depth, at A places with W of them each: k tokens per horizon, best
     first.
     """
 
-    rows_AC: Tensor  # (A, W_above * k): the row here that a candidate of the level above became, or -1
+    rows_AC: Tensor  # (A, W_above * k): the row of this forward for each candidate of the level above, or -1
     tokens: list[Tensor]  # by horizon (A, W, k)
     scores: list[Tensor]  # log-probabilities, likewise
 
 
 class _Recorded:
-    """Recorded forwards, as the growing of a smaller tree asks for them."""
+    """An `Expander` over recorded forwards, for growing smaller trees."""
 
     def __init__(self, forwards: list[_Forward]):
         self._forwards, self._now = forwards, forwards[0]
 
-    def children(self, rows_AW: Tensor, beyond: int, count: int) -> tuple[Tensor, Tensor]:
-        tokens_AWK, scores_AWK = self._now.tokens[beyond], self._now.scores[beyond]
+    def children(self, rows_AW: Tensor, offset: int, count: int) -> tuple[Tensor, Tensor]:
+        tokens_AWK, scores_AWK = self._now.tokens[offset], self._now.scores[offset]
         index_AWK = rows_AW.clamp_min(0)[:, :, None].expand(-1, -1, min(count, tokens_AWK.shape[2]))
         scores = scores_AWK.gather(1, index_AWK).masked_fill((rows_AW < 0)[:, :, None], -math.inf)
         return tokens_AWK.gather(1, index_AWK), scores
@@ -103,7 +103,9 @@ class _Recorded:
 
 @dataclass
 class Walk:
-    """One text: the draft's forwards below each of its A places, and the tokens that the target went on with."""
+    """A replay of one text: the draft's forwards below each of its A places, and the tokens that the target continued
+    with.
+    """
 
     forwards: list[_Forward]  # by depth
     following_AS: Tensor  # -1 beyond the text's end
@@ -113,13 +115,13 @@ class Walk:
         return lambda tree: walk(ranks(replace(tree, nodes=tree.depth + 1)), tree.nodes)
 
     def ranks(self, tree: TreeConfig) -> Tensor:
-        """(A, depth): the ranks, among all candidates of such a tree, of those that the target goes on with; ABSENT
-        where the tree does not hold them. A tree of N nodes accepts those below N - 1.
+        """Return (A, depth): the ranks, among all candidates of such a tree, of those that the target continues with;
+        ABSENT where the tree does not hold them. A tree of N nodes accepts those below N - 1.
         """
         return _ranks(list(self._levels(tree)), self.following_AS)
 
     def pools(self, tree: TreeConfig, count: int) -> list[Pool]:
-        """Place by place the best `count` candidates of such a tree."""
+        """Return for each place the best `count` candidates of such a tree."""
         return best_pools(list(self._levels(tree)), count)[0]
 
     def _levels(self, tree: TreeConfig) -> Iterator[Level]:
@@ -127,32 +129,32 @@ class Walk:
 
 
 def _ranks(levels: list[Level], following_AS: Tensor) -> Tensor:
-    """See `Walk.ranks`."""
-    whole_AC, out = torch.cat([level.scores_AC for level in levels], dim=1), []
-    numbers_C = torch.arange(whole_AC.shape[1])
+    """Compute `Walk.ranks`."""
+    all_scores_AC, out = torch.cat([level.scores_AC for level in levels], dim=1), []
+    numbers_C = torch.arange(all_scores_AC.shape[1])
     true_AC, above, first = torch.ones(len(following_AS), 1, dtype=torch.bool), -1, 0  # the root is on the way
     for depth, level in enumerate(levels):
-        on_way_AC = true_AC.gather(1, level.parents_AC - above)
-        true_AC = (level.tokens_AC == following_AS[:, depth, None]) & on_way_AC
+        parent_true_AC = true_AC.gather(1, level.parents_AC - above)
+        true_AC = (level.tokens_AC == following_AS[:, depth, None]) & parent_true_AC
         score_A1, place_A1 = level.scores_AC.masked_fill(~true_AC, -math.inf).max(dim=1, keepdim=True)
-        equal_AC = (whole_AC == score_A1) & (numbers_C < first + place_A1)  # equals go by their number
-        rank_A = ((whole_AC > score_A1) | equal_AC).sum(1)
+        equal_AC = (all_scores_AC == score_A1) & (numbers_C < first + place_A1)  # ties are ordered by number
+        rank_A = ((all_scores_AC > score_A1) | equal_AC).sum(1)
         out.append(rank_A.masked_fill(score_A1[:, 0].isinf(), ABSENT))
         above, first = first, first + level.scores_AC.shape[1]
     return torch.stack(out, dim=1).cummax(dim=1).values
 
 
 def _of_sources(sources: Sources, drafted: Walk, tokens: list[int], begin: int) -> Counter:
-    """Of several sources; `drafted` is what the draft proposes."""
-    ends, state, deepest = range(begin, len(tokens) - 1), sources.open(), max(CHAIN, drafted.following_AS.shape[1])
-    copied = [sources.copied(state, RoundInput(tokens[: end + 1], torch.zeros(0, 0, 1))) for end in ends]
+    """Return the counter of several sources; `drafted` is the replay of the draft's proposals."""
+    positions, state, deepest = range(begin, len(tokens) - 1), sources.open(), max(CHAIN, drafted.following_AS.shape[1])
+    copied = [sources.copied(state, RoundInput(tokens[: position + 1], torch.zeros(0, 0, 1))) for position in positions]
 
     @cache
     def ranks(tree: TreeConfig) -> Tensor:
         out = []
-        for end, pool, copies in zip(ends, drafted.pools(tree, POOL), copied, strict=True):
-            held = sources.merged(pool, copies).ranks(tokens[end + 1 : end + 1 + deepest])
-            out.append([*held, *[ABSENT] * (deepest - len(held))])
+        for position, pool, copies in zip(positions, drafted.pools(tree, POOL), copied, strict=True):
+            found_ranks = sources.merged(pool, copies).ranks(tokens[position + 1 : position + 1 + deepest])
+            out.append([*found_ranks, *[ABSENT] * (deepest - len(found_ranks))])
         return torch.tensor(out)
 
     return lambda tree: walk(ranks(replace(tree, nodes=tree.depth + 1)), tree.nodes)
@@ -160,23 +162,24 @@ def _of_sources(sources: Sources, drafted: Walk, tokens: list[int], begin: int) 
 
 @torch.inference_mode()
 def collect(draft: Draft, states: States, tokens: list[int], begin: int, tree: TreeConfig) -> Walk:
-    """Grows the largest tree, with `tree`'s kind of candidates, below every token from ``tokens[begin]`` to the last
-    but one, as decoding does there: from the target's `states` (at least of all but the last two). `begin` is at least
-    1; the tree's depth, top_k and parallel are the most that will be asked for. Raises PipelineError where a logit is
-    not finite.
+    """Grow the largest tree, with `tree`'s kind of candidates, below every token from ``tokens[begin]`` to the last but
+    one, as decoding does there: from the target's `states` (at least of all but the last two). `begin` is at least 1;
+    the tree's depth, top_k and parallel are the maxima of later requests. Raise PipelineError where a logit is not
+    finite.
     """
-    state, states_TSD, fed, blocks = draft.open(), states.of(draft.needs), 0, []
-    ends = range(begin, len(tokens) - 1)  # a place is named by its last emitted token
-    for first in range(0, len(ends), block := max(1, FORWARDED // tree.top_k)):
-        here = ends[first : first + block]
-        inputs, fed = RoundInput(tokens[: here[-1] + 1], states_TSD[fed : here[-1]]), here[-1]
-        prefix_A = torch.tensor(list(here), device=states_TSD.device)
+    state, states_TSD, consumed, blocks = draft.open(), states.of(draft.needs), 0, []
+    positions = range(begin, len(tokens) - 1)  # a place is named by its last emitted token
+    for first in range(0, len(positions), block := max(1, FORWARDED // tree.top_k)):
+        block_ends = positions[first : first + block]
+        last = block_ends[-1]
+        inputs, consumed = RoundInput(tokens[: last + 1], states_TSD[consumed:last]), last
+        prefix_A = torch.tensor(list(block_ends), device=states_TSD.device)
         blocks.append(_record(Grower(draft, state, inputs, tree, prefix_A=prefix_A)))
     forwards = [
         _Forward(
             torch.cat([part.rows_AC for part in parts]),
-            [torch.cat(found) for found in zip(*(part.tokens for part in parts), strict=True)],
-            [torch.cat(found) for found in zip(*(part.scores for part in parts), strict=True)],
+            [torch.cat(outputs) for outputs in zip(*(part.tokens for part in parts), strict=True)],
+            [torch.cat(outputs) for outputs in zip(*(part.scores for part in parts), strict=True)],
         )
         for parts in zip(*blocks, strict=True)
     ]
@@ -185,17 +188,17 @@ def collect(draft: Draft, states: States, tokens: list[int], begin: int, tree: T
 
 
 def _record(grower: Grower) -> list[_Forward]:
-    """The forwards of a tree that takes no level from the forward above, each with all that it answers."""
+    """Record the forwards of a tree that takes no level from the forward above, each with all its outputs."""
     draft, tree, above, first = grower.draft, grower.tree, -1, 0
     out: list[_Forward] = []
     for depth, level in enumerate(dynamic_levels(grower, replace(tree, parallel=1), grower.places, grower.device), 1):
-        deep = min(tree.parallel or 1, tree.depth - depth + 1, len(grower.output.logits_LWU))
-        found = [grower.children(None, beyond, tree.top_k) for beyond in range(deep)]
+        horizons = min(tree.parallel or 1, tree.depth - depth + 1, len(grower.output.logits_LWU))
+        children = [grower.children(None, offset, tree.top_k) for offset in range(horizons)]
         rows_AC = torch.full((grower.places, first - max(above, 0)), -1)
-        if out:  # which candidates above were forwarded their children say
-            order_AW = level.parents_AC[:, :: found[0][0].shape[2]].cpu() - above
+        if out:  # the children tell which candidates above were forwarded
+            order_AW = level.parents_AC[:, :: children[0][0].shape[2]].cpu() - above
             rows_AC.scatter_(1, order_AW, torch.arange(grower.width).expand(grower.places, -1))
-        out.append(_Forward(rows_AC, *([x.cpu() for x in kind] for kind in zip(*found, strict=True))))
+        out.append(_Forward(rows_AC, *([x.cpu() for x in kind] for kind in zip(*children, strict=True))))
         above, first = first, first + level.scores_AC.shape[1]
         if not draft.config.levels_of(depth):
             break
@@ -205,12 +208,12 @@ def _record(grower: Grower) -> list[_Forward]:
 
 
 def walk(ranks_AS: Tensor, nodes: int) -> Acceptance:
-    """What decoding the text with a tree of so many nodes would count: each round starts where the one before it
-    ended.
+    """Count what decoding the text with a tree of this number of nodes would count: each round starts where the one
+    before it ended.
     """
-    accepted_A, out, place = (ranks_AS < nodes - 1).sum(1).tolist(), Acceptance(), 0
+    accepted_A, acceptance, place = (ranks_AS < nodes - 1).sum(1).tolist(), Acceptance(), 0
     while place < len(accepted_A):
-        emitted = min(accepted_A[place] + 1, len(accepted_A) - place)  # what is beyond the text's end is not counted
-        out.add_pass(min(accepted_A[place], emitted), emitted)
+        emitted = min(accepted_A[place] + 1, len(accepted_A) - place)  # tokens after the text's end are not counted
+        acceptance.add_pass(min(accepted_A[place], emitted), emitted)
         place += emitted
-    return out
+    return acceptance

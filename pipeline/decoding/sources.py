@@ -1,6 +1,6 @@
-"""One tree from several sources: a draft and secondary sources, which read nothing but the text (prompt lookup).
+"""Grow one tree from several sources: a draft and secondary sources, which read only the text (prompt lookup).
 
-Each source proposes a pool of candidates, and makes probabilities of their scores (`Source.accept_probability`). The
+Each source proposes a pool of candidates, and converts their scores to probabilities (`Source.accept_probability`). The
 pools are merged by path: the same token below the same node is one node. The likeliest nodes stay. All of it is a
 function of the text, so the tree is one of best candidates and the answer is plain decoding's (docs/lossless.md,
 section 1).
@@ -28,63 +28,67 @@ from pipeline.decoding.contract import (
 from pipeline.decoding.tree import Tree, build_tree
 from pipeline.lm.states import Needs
 
-POOL = 127  # candidates of the draft that are looked at: its best ones
-CHAIN = 10  # tokens that are copied at once, at most
-BRANCHES = 3  # children of one node that are copied
+POOL = 127  # candidates of the draft that are considered: its best ones
+CHAIN = 10  # maximum number of tokens copied at once
+BRANCHES = 3  # maximum number of copied children of one node
 
 COPIED = TreeConfig(depth=CHAIN, top_k=BRANCHES, nodes=1 + BRANCHES * CHAIN, parallel=1)
 
 
 @dataclass
 class Merged:
-    """The nodes of all pools, parents before children, and how likely the target's text goes through each."""
+    """The nodes of all pools, parents before children, with the probability that the target's text goes through
+    each.
+    """
 
     tokens: list[int]
     parents: list[int]  # 0: the root; n: the n-th node, from 1
     probabilities: list[float]
-    order: list[int]  # the nodes from 1 on, likeliest first: any first part of it is connected
+    order: list[int]  # the nodes from 1 on, likeliest first: every prefix of it is connected
 
     def tree(self, root: int, nodes: int, device: torch.device) -> Tree:
-        """The likeliest ones; `nodes` counts the root."""
-        kept = self.order[: nodes - 1]
-        places = {number: place for place, number in enumerate(kept, start=1)} | {0: 0}
-        tokens, parents = [self.tokens[n - 1] for n in kept], [places[self.parents[n - 1]] for n in kept]
+        """Build the tree of the likeliest ones; `nodes` counts the root."""
+        likeliest = self.order[: nodes - 1]
+        places = {number: place for place, number in enumerate(likeliest, start=1)} | {0: 0}
+        tokens, parents = [self.tokens[n - 1] for n in likeliest], [places[self.parents[n - 1]] for n in likeliest]
         return build_tree(root, tokens, parents, device)
 
     def ranks(self, following: list[int]) -> list[int]:
-        """The places in `order` of the nodes that a text goes through, from the root on; as far as there are any."""
+        """Return the places in `order` of the nodes that a text goes through, from the root on, as far as they
+        exist.
+        """
         above = zip(self.parents, self.tokens, strict=True)
         children = {edge: node for node, edge in enumerate(above, start=1)}
         place_of = {number: place for place, number in enumerate(self.order)}
-        found, node = [], 0
+        ranks, node = [], 0
         for token in following:
             node = children.get((node, token), -1)
             if node < 0:
                 break
-            found.append(place_of[node])
-        return found
+            ranks.append(place_of[node])
+        return ranks
 
 
 def merge(pools: list[tuple[Pool, list[float]]]) -> Merged:
-    """Pools with their candidates' probabilities, by path.
+    """Merge pools, given with their candidates' probabilities, by path.
 
-    A node that several propose has probability 1 - (1 - a)(1 - b), as if they erred independently. None is likelier
-    than its parent.
+    A node that several sources propose has probability 1 - (1 - a)(1 - b), as if they erred independently. No node is
+    likelier than its parent.
     """
     tokens: list[int] = []
     parents: list[int] = []
     probabilities: list[float] = []
-    known: dict[tuple[int, int], int] = {}
-    for pool, of_pool in pools:
+    node_by_edge: dict[tuple[int, int], int] = {}
+    for pool, pool_probabilities in pools:
         node_of = [0]
-        for token, parent, probability in zip(pool.tokens, pool.parents, of_pool, strict=True):
+        for token, parent, probability in zip(pool.tokens, pool.parents, pool_probabilities, strict=True):
             key = (node_of[parent], token)
-            node = known.get(key)
+            node = node_by_edge.get(key)
             if node is None:
                 tokens.append(token)
                 parents.append(key[0])
                 probabilities.append(probability)
-                node = known[key] = len(tokens)
+                node = node_by_edge[key] = len(tokens)
             else:
                 probabilities[node - 1] = 1 - (1 - probabilities[node - 1]) * (1 - probability)
             node_of.append(node)
@@ -97,14 +101,14 @@ def merge(pools: list[tuple[Pool, list[float]]]) -> Merged:
 
 @dataclass
 class _State:
-    """Of one sequence."""
+    """The states of all sources for one sequence."""
 
     draft: Any
     secondary: dict[str, Any]
 
 
 class SharedTrees:
-    """A draft's trees where secondary sources fill them, too: larger ones, of best candidates."""
+    """The tree support of a draft with secondary sources: larger trees, of best candidates."""
 
     def __init__(self, draft: TreeSupport):
         self._draft = draft
@@ -116,8 +120,8 @@ class SharedTrees:
             )
         if tree.nodes > self.most(tree):
             raise ValueError(f"nodes={tree.nodes}, but the sources propose at most {self.most(tree)} with the root")
-        settled = self._draft.resolve(replace(tree, nodes=min(tree.nodes, self._draft.most(tree))))
-        return replace(settled, nodes=tree.nodes)
+        resolved = self._draft.resolve(replace(tree, nodes=min(tree.nodes, self._draft.most(tree))))
+        return replace(resolved, nodes=tree.nodes)
 
     def most(self, tree: TreeConfig) -> int:
         return min(self._draft.most(tree), 1 + POOL) + COPIED.nodes - 1
@@ -133,7 +137,9 @@ class SharedTrees:
 
 
 class Sources:
-    """A draft with secondary sources, as one draft. `tree` says how the draft grows, `nodes` counts those of all."""
+    """A draft and secondary sources that act as one draft. `tree` configures the draft's part; its `nodes` counts those
+    of all.
+    """
 
     def __init__(self, draft: Source, secondary: dict[str, Source]):
         self.draft, self.secondary = draft, secondary
@@ -166,9 +172,11 @@ class Sources:
         return merged.tree(inputs.tokens[-1], tree.nodes, inputs.states_TSD.device)
 
     def copied(self, state: _State, inputs: RoundInput) -> dict[str, Pool]:
-        """What the secondary sources propose."""
+        """Return the proposals of the secondary sources."""
         count = COPIED.nodes - 1
-        return {name: one.pool(state.secondary[name], inputs, COPIED, count) for name, one in self.secondary.items()}
+        return {
+            name: source.pool(state.secondary[name], inputs, COPIED, count) for name, source in self.secondary.items()
+        }
 
     def merged(self, drafted: Pool, copied: dict[str, Pool]) -> Merged:
         pools = [(self.draft, drafted), *((self.secondary[name], pool) for name, pool in copied.items())]

@@ -1,4 +1,4 @@
-"""A token tree: its nodes, and who sees whom."""
+"""A token tree: its nodes, and which nodes each of them sees."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ from pipeline.basics.accelerator import sent
 
 @dataclass
 class Tree:
-    """N nodes in an order in which parents precede children and siblings stand best (or first drawn) first; node 0 is
-    the root.
+    """A tree of N nodes, in an order in which parents precede children and siblings stand best (or first drawn) first;
+    node 0 is the root.
     """
 
     tokens_N: Tensor  # target ids, on the target's device
@@ -20,7 +20,7 @@ class Tree:
     parents: list[int]  # -1 for the root
     depths: list[int]
     ancestors_NN: Tensor  # bool: row n sees its ancestors and itself
-    # drawn trees: what node n was drawn from, over target ids [V], on the host; of the root nothing
+    # of drawn trees: the distribution that node n was drawn from, over target ids [V], on the host; empty for the root
     proposals: list[Tensor] | None = None
 
     def children(self) -> list[list[int]]:
@@ -30,7 +30,7 @@ class Tree:
         return out
 
     def path_to(self, node: int) -> list[int]:
-        """Nodes from the root's child to `node`; empty for the root."""
+        """Return the nodes from the root's child to `node`; empty for the root."""
         path: list[int] = []
         while node > 0:
             path.insert(0, node)
@@ -38,12 +38,12 @@ class Tree:
         return path
 
     def longest_path(self) -> list[int]:
-        """From the root to the first of the deepest nodes."""
+        """Return the nodes from the root to the first of the deepest nodes."""
         return [0, *self.path_to(self.depths.index(max(self.depths)))]
 
 
 def build_tree(root: int, tokens: list[int], parents: list[int], device: torch.device) -> Tree:
-    """A tree from its nodes below the root (parents count the root as 0)."""
+    """Build a tree from its nodes below the root (parents count the root as 0)."""
     tokens, parents = [root, *tokens], [-1, *parents]
     depths, rows = [0], [[True] + [False] * (len(tokens) - 1)]
     for node in range(1, len(tokens)):

@@ -1,7 +1,7 @@
-"""What a target's layers see: which kinds of attention carry a token tree, and the tree's mask for each kind.
+"""Attention over a token tree: which kinds of layers support it, and the tree's mask for each kind.
 
-A full layer sees all of a token's path. A sliding layer sees the last `window` tokens of it, the token itself included;
-they are counted along the path and not along the cache, where siblings and their descendants lie in between.
+In a full layer a token sees its whole path. In a sliding layer it sees the last `window` tokens of the path, itself
+included; they are counted along the path and not along the cache, where siblings and their descendants lie in between.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from pipeline.lm.verifier import Verifier
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-GROUPED = f"{__name__}.grouped"  # what transformers calls `grouped`, below; a loaded release has one of its own
-_STATE = "its state holds all tokens so far in one, and cannot be taken back to before a rejected one"
-_WHY_NOT = {
+GROUPED = f"{__name__}.grouped"  # the name of `grouped` in transformers; a loaded release has its own
+_STATE = "its state merges all tokens so far, and a rejected one cannot be removed from it"
+_REASONS = {
     "linear_attention": _STATE,
     "conv": _STATE,
     "hybrid": _STATE,
     "hybrid_sliding": _STATE,
-    "chunked_attention": "what a token sees depends on where its chunk begins, which a tree's mask does not say",
+    "chunked_attention": "what a token sees depends on where its chunk begins, which a tree's mask cannot express",
 }
 
 
 def windows(text: Any) -> dict[str, int | None]:
-    """Layer kind -> how many tokens of its path a token sees there, itself included (None: all), for every kind that a
-    text configuration names.
+    """Return layer kind -> number of tokens of its path that a token sees there, itself included (None: all), for every
+    kind that a text configuration names.
     """
     window = getattr(text, "sliding_window", None)
     kinds = set(getattr(text, "layer_types", None) or ())
@@ -49,7 +49,7 @@ def windows(text: Any) -> dict[str, int | None]:
 
 
 def require_tree_attention(full: Any, name: str) -> None:
-    """Raises PipelineError where a model's configuration says that its layers cannot verify a tree; needs no
+    """Raise PipelineError where a model's configuration shows that its layers cannot verify a tree; needs no
     weights.
     """
     text = full.get_text_config()
@@ -57,7 +57,7 @@ def require_tree_attention(full: Any, name: str) -> None:
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(full), None)
     for kind in kinds:
         if kind not in (FULL, SLIDING):
-            _refuse(name, f"{kind} layers", _WHY_NOT.get(kind, "its attention takes no mask over single tokens"))
+            _refuse(name, f"{kind} layers", _REASONS.get(kind, "its attention takes no mask over single tokens"))
     if full.is_encoder_decoder:
         _refuse(name, "an encoder", "its text is not one sequence that grows at its end")
     if getattr(text, "use_bidirectional_attention", None) is True or getattr(text, "is_causal", True) is False:
@@ -70,26 +70,24 @@ def require_tree_attention(full: Any, name: str) -> None:
     if not getattr(text, "layer_types", None) and getattr(model, "_is_stateful", False):
         _refuse(name, f"recurrent layers ({full.model_type})", _STATE)
     if text.model_type in ("bloom", "mpt") or getattr(text, "alibi", False):
-        _refuse(name, "ALiBi", "it counts distances along the cache, where siblings lie one behind the other")
+        _refuse(name, "ALiBi", "it counts distances along the cache, where siblings are adjacent")
     if "local" in (getattr(text, "attention_layers", None) or ()):
-        _refuse(
-            name, "local layers", "their window is counted along the cache, where siblings lie one behind the other"
-        )
+        _refuse(name, "local layers", "their window is counted along the cache, where siblings are adjacent")
     if SLIDING in kinds and not kinds[SLIDING]:
-        _refuse(name, f"{SLIDING} layers without sliding_window", "how much they see is not known")
+        _refuse(name, f"{SLIDING} layers without sliding_window", "the size of their window is not known")
 
 
-def _refuse(name: str, what: str, why: str) -> None:
+def _refuse(name: str, feature: str, reason: str) -> None:
     raise PipelineError(
-        f"target {name!r} has {what}: no token tree can be verified with it, since {why}. Supported are decoders "
+        f"target {name!r} has {feature}: no token tree can be verified with it, since {reason}. Supported are decoders "
         f"whose layers are all {FULL} or {SLIDING}"
     )
 
 
 def most_positions(text: Any) -> int:
-    """How many tokens a sequence may have. "longrope" turns all positions otherwise once the longest exceeds the
-    original ones: a tree on both sides of that border would not get plain decoding's states, so that the border is the
-    end.
+    """Return the maximum number of tokens of a sequence. "longrope" rotates all positions differently once the longest
+    exceeds the original ones: a tree across that border would not get plain decoding's states, so the border is the
+    maximum.
     """
     rope = getattr(text, "rope_parameters", None) or {}
     border = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
@@ -97,45 +95,46 @@ def most_positions(text: Any) -> int:
 
 
 def use_masks(model: PreTrainedModel) -> None:
-    """Attention that adds the masks it is given, where the configuration asks for another one (flash attention ignores
-    them): SDPA, on an accelerator `grouped`.
+    """Switch to attention that applies the given masks, where the configuration asks for one that ignores them (flash
+    attention): SDPA, on an accelerator `grouped`.
     """
-    asked, wanted = model.config._attn_implementation, "sdpa" if model.device.type == "cpu" else GROUPED
-    if asked not in (wanted, "eager"):
-        model.set_attn_implementation(wanted if model._supports_sdpa else "eager")
+    current, required = model.config._attn_implementation, "sdpa" if model.device.type == "cpu" else GROUPED
+    if current not in (required, "eager"):
+        model.set_attn_implementation(required if model._supports_sdpa else "eager")
 
 
-PER_HEAD = ("cpu",)  # devices whose fused kernel takes a mask and grouped heads
-# OVERRIDEABLE: what makers of other devices bring.
-BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.OVERRIDEABLE, SDPBackend.MATH]
+PER_HEAD = ("cpu",)  # devices whose fused kernel supports a mask and grouped heads together
+# OVERRIDEABLE: kernels of other devices' vendors.
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.OVERRIDEABLE, SDPBackend.MATH]
 
 
-def _sound_backward(key: Tensor, mask: Tensor | None) -> AbstractContextManager:
-    """On an H100 or H200, with torch 2.11 to 2.13, cuDNN's gradient behind a mask can be NaN: where the keys are 64
-    more than a multiple of 128, and the logarithm of a row's summed exponentials is below -88.7 (pytorch's issue
-    196678). Forwards of such lengths that are trained take another kernel; the backward follows.
+def _avoid_cudnn_backward(key: Tensor, mask: Tensor | None) -> AbstractContextManager:
+    """Avoid cuDNN where its gradient of masked attention can be NaN: on an H100 or H200, with torch 2.11 to 2.13, where
+    the number of keys is 64 more than a multiple of 128, and the logarithm of a row's summed exponentials is below
+    -88.7 (pytorch's issue 196678). Training forwards of such lengths use another kernel; the backward follows.
     """
     unsound = mask is not None and torch.is_grad_enabled() and key.shape[2] % 128 == 64
-    return sdpa_kernel(BUT_CUDNN) if unsound else nullcontext()
+    return sdpa_kernel(WITHOUT_CUDNN) if unsound else nullcontext()
 
 
 def grouped(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """transformers' SDPA, but that a masked forward on an accelerator reads the keys and values of grouped heads where
-    they lie. No fused kernel there takes both a mask and grouped heads, and transformers copies keys and values for
-    every head, which plain decoding, one token without a mask, is spared. Here the heads of a group are rows of one.
+    """Compute attention as transformers' SDPA does, except that a masked forward on an accelerator reads the keys and
+    values of grouped heads in place. No fused kernel there supports both a mask and grouped heads, and transformers
+    copies keys and values for every head, a cost that plain decoding, one token without a mask, does not have. Here the
+    heads of a group become rows of one head.
     """
     groups, dropout, scale = query.shape[1] // key.shape[1], options.get("dropout", 0.0), options.get("scaling")
-    other = {name for name in ("position_bias", "softcap", "cache") if options.get(name) is not None}
-    ungrouped = groups == 1 or query.device.type in PER_HEAD or other
-    with _sound_backward(key, attention_mask):
+    unsupported = {name for name in ("position_bias", "softcap", "cache") if options.get(name) is not None}
+    ungrouped = groups == 1 or query.device.type in PER_HEAD or unsupported
+    with _avoid_cudnn_backward(key, attention_mask):
         if ungrouped or attention_mask is None or attention_mask.shape[1] > 1:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         rows = query.unflatten(1, (-1, groups)).flatten(2, 3)
         mask = attention_mask.repeat(1, 1, groups, 1)
-        found = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
-    return found.unflatten(2, (groups, -1)).flatten(1, 2).transpose(1, 2).contiguous(), None
+        output_rows = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
+    return output_rows.unflatten(2, (groups, -1)).flatten(1, 2).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(GROUPED, grouped)
@@ -143,15 +142,17 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
 def behind(past: int, count: int, device: torch.device, window: int | None = None) -> Tensor:
-    """What `count` tokens see that follow each other behind `past` cached ones: bool (count, past + count); of the last
-    `window` ones, themselves included, where there is one.
+    """Return the causal mask of `count` new tokens after `past` cached ones: bool (count, past + count); with a
+    `window` each token sees the last `window` ones, itself included.
     """
     visible = torch.ones(count, past + count, dtype=torch.bool, device=device).tril(past)
     return visible if window is None else visible.triu(past - window + 1)
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where visible, the most negative number where not: what every attention implementation accepts."""
+    """Return a mask of 0 where visible, and of the most negative number elsewhere: every attention implementation
+    accepts it.
+    """
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
@@ -162,62 +163,65 @@ def masks(
     dtype: torch.dtype,
     shape: tuple[int, int] | None = None,
 ) -> Tensor | dict[str, Tensor]:
-    """The additive masks (1, 1, N, C) by layer kind, as a decoder takes them; of a decoder of one kind, the mask.
+    """Build the additive masks (1, 1, N, C) by layer kind, as a decoder takes them; for a decoder of one kind, its mask
+    alone.
 
-    Parameters: `kinds` of `windows`; ``visible_NC`` (bool): which of the C - N cached tokens, at positions 0, 1, ...,
-    and of the N new ones, at ``positions_N``, are on each new token's path; `shape`: what a mask is filled up to.
+    Parameters: `kinds`, from `windows`; ``visible_NC`` (bool): which of the C - N cached tokens, at positions 0, 1,
+    ..., and of the N new ones, at ``positions_N``, are on each new token's path; `shape`: the mask's padded shape.
     """
     cached = torch.arange(visible_NC.shape[1] - len(positions_N), device=visible_NC.device)
-    behind_NC = positions_N[:, None] - torch.cat([cached, positions_N])
-    found = {}
+    distance_NC = positions_N[:, None] - torch.cat([cached, positions_N])
+    by_kind = {}
     for kind, window in kinds.items():
-        visible = visible_NC if window is None else visible_NC & (behind_NC < window)
-        found[kind] = additive(visible if shape is None else _filled_up(visible, *shape), dtype)[None, None]
-    return found if len(found) > 1 else found.popitem()[1]
+        visible = visible_NC if window is None else visible_NC & (distance_NC < window)
+        by_kind[kind] = additive(visible if shape is None else _pad_mask(visible, *shape), dtype)[None, None]
+    return by_kind if len(by_kind) > 1 else by_kind.popitem()[1]
 
 
-def _filled_up(visible_NC: Tensor, width: int, capacity: int) -> Tensor:
-    """The mask over the whole capacity, for `width` tokens. Padding tokens see the first token; no token sees them."""
-    count, known = visible_NC.shape
-    whole = F.pad(visible_NC, (0, capacity - known, 0, width - count))
-    whole[count:, 0] = True
-    return whole
+def _pad_mask(visible_NC: Tensor, width: int, capacity: int) -> Tensor:
+    """Pad the mask to the whole capacity, for `width` tokens. Padding tokens see the first token; no token sees
+    them.
+    """
+    count, columns = visible_NC.shape
+    padded = F.pad(visible_NC, (0, capacity - columns, 0, width - count))
+    padded[count:, 0] = True
+    return padded
 
 
 @torch.inference_mode()
 def require_tree(target: "Verifier", name: str) -> None:
-    """Raises PipelineError when a tree behind a cached prefix does not get what plain forwards of its paths give. Takes
+    """Raise PipelineError when a tree after a cached prefix gets other states than plain forwards of its paths. Takes
     16 tokens.
 
-    Where an ignored mask would show, the second of two siblings and its child see the first. In half precision the
-    bound is half of that distance, as one token that other experts take may move a state by much.
+    If the mask were ignored, the second of two siblings and its child would see the first. In half precision the bound
+    is half of that distance, as one token that other experts take may move a state by much.
     """
     a, b, root, left, right, below = (target.config.vocab_size // 8 * torch.arange(1, 7)).tolist()
-    want_BTD = target.capture(torch.tensor([[a, b, root, left, right], [a, b, root, right, below]]))
-    want_ND = torch.cat([want_BTD[0, 2:4], want_BTD[1, 3:5]]).float()
+    expected_BTD = target.capture(torch.tensor([[a, b, root, left, right], [a, b, root, right, below]]))
+    expected_ND = torch.cat([expected_BTD[0, 2:4], expected_BTD[1, 3:5]]).float()
     visible = torch.ones(4, 6, dtype=torch.bool).tril(2)
     visible[2:, 3] = False  # neither the second sibling nor its child sees the first
-    on = {"device": target.device}
+    placement = {"device": target.device}
     try:
         cache = target.new_cache(6)
-        target.forward(torch.tensor([a, b], **on), cache)
-        tree = torch.tensor([root, left, right, below], **on)
-        got_ND = target.forward(
-            tree, cache, torch.tensor([2, 3, 3, 4], **on), visible.to(target.device)
+        target.forward(torch.tensor([a, b], **placement), cache)
+        tree = torch.tensor([root, left, right, below], **placement)
+        tree_ND = target.forward(
+            tree, cache, torch.tensor([2, 3, 3, 4], **placement), visible.to(target.device)
         ).final_ND.float()
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise PipelineError(
             f"target {name!r} takes no tree's mask ({type(error).__name__}: {error}); this architecture needs support "
             "in pipeline/lm/attention.py"
         ) from None
-    apart, bound = (got_ND - want_ND).norm(), torch.finfo(target.dtype).eps ** 0.5 * want_ND.norm()
+    difference, bound = (tree_ND - expected_ND).norm(), torch.finfo(target.dtype).eps ** 0.5 * expected_ND.norm()
     if target.dtype != torch.float32:
-        bound = bound.maximum((want_BTD[0, 4].float() - want_ND[2]).norm() / 2)
-    if not apart <= bound:
+        bound = bound.maximum((expected_BTD[0, 4].float() - expected_ND[2]).norm() / 2)
+    if not difference <= bound:
         raise PipelineError(
             f"target {name!r}: this architecture's attention ignores the tree's mask or its positions (states of a "
             "small tree are "
-            f"{apart.item():.3g} from plain decoding's, expected at most {bound.item():.3g}); it needs support in "
+            f"{difference.item():.3g} from plain decoding's, expected at most {bound.item():.3g}); it needs support in "
             "pipeline/lm/attention.py"
         )
 
@@ -225,15 +229,15 @@ def require_tree(target: "Verifier", name: str) -> None:
 def whole_texts(
     tokens_BT: Tensor, begins_BT: Tensor | None, kinds: dict[str, int | None], dtype: torch.dtype
 ) -> tuple[Any, Tensor]:
-    """The additive masks (B, 1, T, T), by kind of `attention.windows` where there are several, and the positions of
-    rows of one text or of several, one behind the other.
+    """Build the additive masks (B, 1, T, T), by kind of `attention.windows` where there are several, and the positions
+    of rows that each hold one text or several in sequence.
     """
     places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
     begins = torch.zeros_like(tokens_BT) if begins_BT is None else begins_BT
     same_BTT = begins[:, :, None] == begins[:, None, :]
-    behind_TT = places[:, None] - places[None, :]
-    found = {}
+    distance_TT = places[:, None] - places[None, :]
+    by_kind = {}
     for kind, window in kinds.items():
-        near_TT = (behind_TT >= 0) & (behind_TT < (window or len(places) + 1))
-        found[kind] = additive(same_BTT & near_TT, dtype)[:, None]
-    return (found if len(found) > 1 else found.popitem()[1]), places - begins
+        near_TT = (distance_TT >= 0) & (distance_TT < (window or len(places) + 1))
+        by_kind[kind] = additive(same_BTT & near_TT, dtype)[:, None]
+    return (by_kind if len(by_kind) > 1 else by_kind.popitem()[1]), places - begins

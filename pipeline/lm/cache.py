@@ -1,6 +1,6 @@
-"""The key-value cache of tree decoding: written in place, cut back to the accepted path after each round.
+"""The key-value cache of tree decoding: it is written in place, and cut back to the accepted path after each round.
 
-Nothing that was accepted is computed or copied twice: a round copies the accepted path's entries, not the prefix.
+No accepted token is computed or copied twice: a round copies the accepted path's entries, not the prefix.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 
 from pipeline.basics.accelerator import sent
 
-FIRST_CAPACITY = 256  # tokens, where nobody says how many to expect; a buffer doubles when it is full
+FIRST_CAPACITY = 256  # tokens, where the expected number is unknown; a buffer doubles when it is full
 
 
 class GrowingLayer(CacheLayerMixin):
-    """Keys and values in buffers that double when they are full; what attention reads are views of the filled part."""
+    """A layer's keys and values in buffers that double when they are full; attention reads views of the filled part."""
 
     is_sliding = False
 
@@ -52,7 +52,7 @@ class GrowingLayer(CacheLayerMixin):
         self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
 
     def keep(self, prefix: int, moved: Tensor | None, count: int) -> None:
-        """Keeps the first `prefix` entries, then `count` more: those at `moved`, or those that follow when it is
+        """Keep the first `prefix` entries, then `count` more: those at `moved`, or the following ones when it is
         None.
         """
         if moved is not None:
@@ -71,7 +71,7 @@ class GrowingLayer(CacheLayerMixin):
 
 
 class FixedLayer(StaticLayer):
-    """transformers' static layer (one shape for ever, as CUDA graphs want it), which can keep a path, too."""
+    """A static layer of transformers (one fixed shape, as CUDA graphs require) that can also keep a path."""
 
     def keep(self, prefix: int, moved: Tensor | None, count: int) -> None:
         if moved is not None:
@@ -83,8 +83,8 @@ class FixedLayer(StaticLayer):
 
 
 class TreeCache(Cache):
-    """Its `length` is a Python number: nobody asks the device. With a `capacity` every shape stays the same; otherwise
-    memory is taken at once for as many tokens as are `expected`.
+    """A cache that can keep a path of a tree. Its `length` is a Python number, so the device is never asked. With a
+    `capacity` every shape stays the same; otherwise memory for `expected` tokens is allocated at once.
     """
 
     layers: Any  # GrowingLayer or FixedLayer
@@ -98,14 +98,14 @@ class TreeCache(Cache):
         self.length, self.capacity = 0, capacity
 
     def keep(self, prefix: int, path: Sequence[int] = ()) -> None:
-        """Keeps the first `prefix` cached tokens and, behind them, those at the absolute positions `path`, in that
+        """Keep the first `prefix` cached tokens and after them those at the absolute positions `path`, in that
         order.
         """
-        follow = list(path) == list(range(prefix, prefix + len(path)))
+        contiguous = list(path) == list(range(prefix, prefix + len(path)))
         moved: dict[Any, Tensor] = {}  # one copy to each device, however many layers it has
         for layer in self.layers:
             device = layer.keys.device if layer.is_initialized else None
-            if device and not follow and device not in moved:
+            if device and not contiguous and device not in moved:
                 moved[device] = sent(path, device)
             layer.keep(prefix, moved.get(device), len(path))
         self.length = prefix + len(path)

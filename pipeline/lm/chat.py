@@ -1,12 +1,12 @@
-"""Conversations <-> token ids, through the target's own chat template, and what a target thinks before it answers.
+"""Convert conversations to token ids and back, by the target's own chat template, and find the target's reasoning.
 
-Guarantees: the loss mask marks the assistant's tokens only (the turn's closing marker included), each after exactly
-what the target would have seen when it gave them, proven for every dialogue by rendering its prefixes; a dialogue whose
-mask cannot be proven is refused with a reason.
+Guarantees: the loss mask marks the assistant's tokens only (the turn's closing marker included), each after exactly the
+text that the target would have seen when it generated them, proven for every dialogue by rendering its prefixes; a
+dialogue whose mask cannot be proven is refused with a reason.
 
-Targets like Qwen3 write thoughts between <think> and </think> in front of the answer; they stay part of the turn's
-content, and the template shows or hides them. In gpt-oss's format (harmony) thoughts and answer are messages of their
-own: a turn's `reasoning_content` and its content.
+Targets like Qwen3 write their reasoning ("thoughts") between <think> and </think> before the answer; it stays part of
+the turn's content, and the template shows or hides it. In gpt-oss's format (harmony) thoughts and answer are separate
+messages: a turn's `reasoning_content` and its content.
 """
 
 import hashlib
@@ -24,42 +24,44 @@ import numpy as np
 
 from pipeline.basics.errors import PipelineError
 
-# {"role": "system" | "user" | "assistant" | "tool", "content": text}, and what templates read beside: an assistant's
+# {"role": "system" | "user" | "assistant" | "tool", "content": text}, and further keys of templates: an assistant's
 # "reasoning_content" and "tool_calls", a tool's "name" and "tool_call_id"; an answer whose "loss" is False is context
 Messages = list[dict[str, Any]]
 
 OPEN, CLOSE = "<think>", "</think>"
-SWITCHES = ("enable_thinking", "thinking")  # keywords by which templates turn it on and off
+SWITCHES = ("enable_thinking", "thinking")  # keywords by which templates turn thoughts on and off
 HARMONY = "<|channel|>"
 _PART = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|(?:end|return|call|start|channel)\|>|$)", re.DOTALL)
 
-MARGIN = 256  # tokens at the end of a part of a text that may be others in the whole text
-PER_TOKEN = 6  # characters: more than most have, or a part would be tokenized twice
+MARGIN = 256  # tokens at the end of a part of a text that may differ in the complete text
+PER_TOKEN = 6  # characters: more than most tokens have, so that a part is rarely tokenized twice
 
-# What the encoding of one record may cost, counted and not timed: a plan is the same on every machine. A unit is about
-# a microsecond with the embedded target: a character that is tokenized; `TURN` are a turn that is rendered, and
-# 1 / `CHARACTERS` a character of it.
+# The bound on the cost of encoding one record; it is counted and not timed, so a plan is the same on every machine. A
+# unit is about a microsecond with the embedded target: one character tokenized. Rendering a turn costs `TURN` units,
+# and 1 / `CHARACTERS` for each of its characters.
 MOST_WORK = 40_000_000
 TURN, CHARACTERS = 5, 100
-_work: ContextVar[list[int] | None] = ContextVar("work", default=None)  # of the record at hand: units so far
+_work: ContextVar[list[int] | None] = ContextVar("work", default=None)  # units spent on the current record
 
-# What a template's own expressions raise for tools and calls that are built otherwise than it expects.
+# Errors that a template's own expressions raise for tools and calls of an unexpected structure.
 _UNEXPECTED = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
 
 
 class Unusable(Exception):
-    """A dialogue that must not be trained on; ``args[0]`` is the reason it is counted under."""
+    """An error for a dialogue that must not be trained on; ``args[0]`` is the reason it is counted under."""
 
 
 @dataclass(frozen=True)
 class Encoded:
+    """The token ids and loss mask of one training sequence."""
+
     input_ids: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # uint8 [T], 1 where the token is the assistant's
 
 
 @contextmanager
 def bounded_work() -> Iterator[None]:
-    """What encodes one record: more than `MOST_WORK` is Unusable("too_long_to_render")."""
+    """Bound the work of encoding one record: more than `MOST_WORK` units raise Unusable("too_long_to_render")."""
     token = _work.set([0])
     try:
         yield
@@ -95,8 +97,8 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def render(tokenizer: Any, messages: Messages, answer_next: bool, tools: list[dict] | None = None) -> str:
-    """The conversation as text; `answer_next` opens an assistant turn. Raises Unusable("template_refuses")."""
-    if not messages:  # transformers renders none without a turn
+    """Render the conversation as text; `answer_next` opens an assistant turn. Raise Unusable("template_refuses")."""
+    if not messages:  # transformers cannot render a conversation without a turn
         raise Unusable("template_refuses")
     _spend(TURN * len(messages))
     try:
@@ -108,13 +110,13 @@ def render(tokenizer: Any, messages: Messages, answer_next: bool, tools: list[di
 
 
 def prompt_ids(tokenizer: Any, messages: Messages, tools: list[dict] | None = None) -> list[int]:
-    """Token ids of a conversation that the assistant is to continue."""
+    """Return the token ids of a conversation that the assistant is to continue."""
     return tokenizer(render(tokenizer, messages, True, tools), add_special_tokens=False)["input_ids"]
 
 
 @dataclass(frozen=True)
 class _Rendering:
-    """A sequence's text, and where its answers begin and end there, in characters."""
+    """A sequence's text, and where its answers begin and end in it, in characters."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -127,73 +129,75 @@ def encode(
     tools: list[dict] | None = None,
     last_only: bool = False,
 ) -> list[Encoded]:
-    """Ids and loss masks of a dialogue, each cut at `max_length` tokens (None: whole); what is cut before any answer is
-    left out. `tools` go to the template, which shows them; with `last_only` only the last assistant turn is marked, of
-    a dialogue that is cut the last one that begins before.
+    """Encode a dialogue as ids and loss masks, each cut at `max_length` tokens (None: not cut); sequences that are cut
+    before any answer are left out. `tools` go to the template, which shows them; with `last_only` only the last
+    assistant turn is marked, in a dialogue that is cut the last one that begins before the cut.
 
     An answer spans from the end of the rendering that asks for it to the end of the rendering that it ends, less
     trailing white space (which follows the closing marker and is never generated). The first has to be a prefix of the
-    second, or else it is not what the target saw when it answered. Answers share a sequence as long as all their
-    renderings are prefixes of the last one's. A template that shows earlier answers otherwise than the last one
-    (without their thoughts, with another closing marker) so gives a sequence for every answer, its mask on that answer
+    second; otherwise it is not the text that the target saw when it answered. Answers share a sequence as long as all
+    their renderings are prefixes of the last one's. So a template that shows earlier answers differently from the last
+    one (without their thoughts, with another closing marker) gives a sequence for every answer, its mask on that answer
     alone.
 
-    Of a dialogue that is cut, answers are proven up to the first whose prompt begins with the same `max_length` tokens
-    (and `MARGIN`) as the last answer's, and the last one. The prompts between begin so, too, and their answers are cut,
-    with a template that shows a turn in one way as long as it is the last, and in another from then on. An answer
-    between that is "template_not_prefix_stable" does not cost the dialogue.
+    In a dialogue that is cut, answers are proven up to the first whose prompt begins with the same `max_length` tokens
+    (and `MARGIN`) as the last answer's, and the last one. The prompts in between begin with them, too, and their
+    answers are cut, if the template shows a turn in one way while it is the last, and in another afterwards. An answer
+    in between that is "template_not_prefix_stable" does not make the dialogue unusable.
 
-    Raises Unusable("template_refuses" | "template_not_prefix_stable" | "no_assistant_token" | "only_assistant_tokens").
+    Raise Unusable("template_refuses" | "template_not_prefix_stable" | "no_assistant_token" | "only_assistant_tokens").
     """
     turns = _answers(messages, 0, len(messages))
     if last_only:
-        turns = _begun(tokenizer, messages, turns, tools, max_length)[-1:]
+        turns = _begins_before_cut(tokenizer, messages, turns, tools, max_length)[-1:]
     renderings = _renderings(tokenizer, messages, turns, tools, max_length)
-    return _trained([_marked(tokenizer, rendering, max_length) for rendering in renderings])
+    return _require_trained([_mark(tokenizer, rendering, max_length) for rendering in renderings])
 
 
 def encode_fitting(
     tokenizer: Any,
     messages: Messages,
-    ends: Iterable[int],
+    lengths: Iterable[int],
     max_length: int,
     tools: list[dict] | None = None,
     last_only: bool = False,
 ) -> tuple[int, list[Encoded]]:
-    """Of a dialogue's beginnings, of `ends` messages each, how many fit into `max_length` tokens, up to the first that
-    does not; and what `encode` gives of the longest of these (nothing where no answer has a loss). Nothing behind the
-    first that does not fit is rendered.
+    """Return the number of a dialogue's beginnings, of `ends` messages each, that fit into `max_length` tokens, up to
+    the first that does not; and what `encode` returns for the longest of these (nothing where no answer has a loss).
+    Nothing after the first that does not fit is rendered.
     """
-    count, start, due = 0, 0, _characters(max_length)
+    count, start, check_length = 0, 0, _characters(max_length)
     renderings: list[_Rendering] = []
-    sequences: list[Encoded] = []  # of these
+    sequences: list[Encoded] = []  # of `renderings`
     fitting: list[Encoded] = []
-    for end in ends:
-        turns, start = _answers(messages, start, end), end
+    for length in lengths:
+        turns, start = _answers(messages, start, length), length
         if last_only and turns:
             turns, renderings = turns[-1:], []
         sequences = sequences[: max(len(renderings) - 1, 0)]  # the last rendering may go on
         for turn in turns:
-            renderings = _extended(renderings, *_proof(tokenizer, messages, turn, tools))
-            if turn != turns[-1] and len(renderings[-1].text) >= due:  # many answers to one question
-                due = due * 3 // 2
-                if len(_tokens(tokenizer, renderings[-1].text, max_length + 1)[0]) > max_length:
+            renderings = _extend(renderings, *_prove(tokenizer, messages, turn, tools))
+            if turn != turns[-1] and len(renderings[-1].text) >= check_length:  # there are many answers to one question
+                check_length = check_length * 3 // 2
+                if len(_tokenize(tokenizer, renderings[-1].text, max_length + 1)[0]) > max_length:
                     return count, fitting
-        sequences += [_marked(tokenizer, one, max_length + 1) for one in renderings[len(sequences) :]]
+        sequences += [_mark(tokenizer, rendering, max_length + 1) for rendering in renderings[len(sequences) :]]
         if any(len(sequence.input_ids) > max_length for sequence in sequences):
             break
-        count, fitting = count + 1, _trained(sequences) if sequences else []
+        count, fitting = count + 1, _require_trained(sequences) if sequences else []
     return count, fitting
 
 
 def _answers(messages: Messages, start: int, end: int) -> list[int]:
-    """The assistant's turns among those, but for turns without a loss."""
+    """Return the assistant's turns in that range, except for turns without a loss."""
     answers = [turn for turn in range(start, end) if messages[turn]["role"] == "assistant"]
     return [turn for turn in answers if messages[turn].get("loss", True)]
 
 
-def _trained(sequences: list[Encoded]) -> list[Encoded]:
-    """Those with an assistant's token. Raises Unusable("no_assistant_token" | "only_assistant_tokens")."""
+def _require_trained(sequences: list[Encoded]) -> list[Encoded]:
+    """Return the sequences with an assistant's token. Raise Unusable("no_assistant_token" |
+    "only_assistant_tokens").
+    """
     answered = [encoded for encoded in sequences if encoded.loss_mask.any()]
     if not answered:
         raise Unusable("no_assistant_token")
@@ -202,40 +206,42 @@ def _trained(sequences: list[Encoded]) -> list[Encoded]:
     return answered
 
 
-def _begun(
+def _begins_before_cut(
     tokenizer: Any, messages: Messages, turns: list[int], tools: list[dict] | None, max_length: int | None
 ) -> list[int]:
-    """Those of the answers `turns` whose prompts are shorter than `max_length`."""
+    """Return those of the answers `turns` whose prompts are shorter than `max_length`."""
 
-    def is_behind(turn: int) -> bool:
+    def is_after_cut(turn: int) -> bool:
         prompt = render(tokenizer, messages[:turn], True, tools)
-        return len(_tokens(tokenizer, prompt, max_length)[0]) == max_length
+        return len(_tokenize(tokenizer, prompt, max_length)[0]) == max_length
 
-    return turns if max_length is None else turns[: bisect_left(turns, True, key=is_behind)]
+    return turns if max_length is None else turns[: bisect_left(turns, True, key=is_after_cut)]
 
 
 def _renderings(
     tokenizer: Any, messages: Messages, turns: list[int], tools: list[dict] | None, max_length: int | None
 ) -> list[_Rendering]:
-    """Of the sequences in which the answers `turns` are, but for those that are cut at `max_length` before them."""
+    """Render the sequences that hold the answers `turns`, except for those that are cut at `max_length` before them."""
     renderings: list[_Rendering] = []
     due, last = _characters(max_length), None
     for turn in turns:
-        before, through = _proof(tokenizer, messages, turn, tools)
-        renderings = _extended(renderings, before, through)
+        before, through = _prove(tokenizer, messages, turn, tools)
+        renderings = _extend(renderings, before, through)
         if max_length is None or len(before) < due or turn == turns[-1]:
             continue
         due = len(before) * 3 // 2  # counting costs more than rendering
-        _, starts = _tokens(tokenizer, before, max_length + MARGIN)
+        _, starts = _tokenize(tokenizer, before, max_length + MARGIN)
         if len(starts) == max_length + MARGIN:
-            last = last or _proof(tokenizer, messages, turns[-1], tools)
+            last = last or _prove(tokenizer, messages, turns[-1], tools)
             if last[0].startswith(before[: starts[-1]]):
                 break
     return renderings
 
 
-def _proof(tokenizer: Any, messages: Messages, turn: int, tools: list[dict] | None) -> tuple[str, _Rendering]:
-    """An answer's prompt, and the text through it. Raises Unusable where the one does not begin the other."""
+def _prove(tokenizer: Any, messages: Messages, turn: int, tools: list[dict] | None) -> tuple[str, _Rendering]:
+    """Return an answer's prompt, and the text up to its end. Raise Unusable where the text does not begin with the
+    prompt.
+    """
     before = render(tokenizer, messages[:turn], True, tools)
     through = _as_written(before, render(tokenizer, messages[: turn + 1], False, tools), messages[turn])
     span = (len(before), len(through.rstrip()))
@@ -245,8 +251,8 @@ def _proof(tokenizer: Any, messages: Messages, turn: int, tools: list[dict] | No
 
 
 def _as_written(before: str, through: str, message: dict[str, Any]) -> str:
-    """The text through an answer. Where its prompt opens thoughts that the template never shows (DeepSeek-R1's), they
-    stand there as the target writes them.
+    """Return the text up to the end of an answer. Where its prompt opens thoughts that the template never shows
+    (DeepSeek-R1's), they are inserted as the target writes them.
     """
     earlier, opened, gap = before.rpartition(OPEN)
     if through.startswith(before) or not opened or gap.strip() or not through.startswith(earlier):
@@ -258,49 +264,51 @@ def _as_written(before: str, through: str, message: dict[str, Any]) -> str:
     return before + thoughts_of(message) + gap + CLOSE + blank + answer
 
 
-def _extended(renderings: list[_Rendering], before: str, through: _Rendering) -> list[_Rendering]:
-    """With another answer: in the last sequence, where its prompt goes on from there, or else in one of its own."""
+def _extend(renderings: list[_Rendering], before: str, through: _Rendering) -> list[_Rendering]:
+    """Add another answer: to the last sequence, where its prompt continues that, or else in a new one."""
     if renderings and before.startswith(renderings[-1].text[: renderings[-1].spans[-1][1]]):
         return [*renderings[:-1], _Rendering(through.text, [*renderings[-1].spans, *through.spans])]
     return [*renderings, through]
 
 
 def encode_spans(tokenizer: Any, text: str, spans: list[tuple[int, int]]) -> Encoded:
-    """Ids and loss mask of a text whose answers are `spans`, in characters."""
-    return _marked(tokenizer, _Rendering(text, spans), None)
+    """Return ids and loss mask of a text whose answers are `spans`, in characters."""
+    return _mark(tokenizer, _Rendering(text, spans), None)
 
 
-def _marked(tokenizer: Any, rendering: _Rendering, max_length: int | None) -> Encoded:
-    """A token is the assistant's when it starts inside of a span."""
-    ids, starts = _tokens(tokenizer, rendering.text, max_length)
+def _mark(tokenizer: Any, rendering: _Rendering, max_length: int | None) -> Encoded:
+    """Return the sequence with its loss mask: a token is the assistant's when it starts inside a span."""
+    ids, starts = _tokenize(tokenizer, rendering.text, max_length)
     mask = np.zeros(len(ids), dtype=np.uint8)
     for first, last in rendering.spans:
         mask |= ((starts >= first) & (starts < last)).astype(np.uint8)
     return Encoded(ids, mask)
 
 
-def _tokens(tokenizer: Any, text: str, most: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of a text's first `most` tokens (None: of all), and the characters where they begin. Of a long text a part is
-    tokenized that has `MARGIN` tokens more: what follows changes none before these.
+def _tokenize(tokenizer: Any, text: str, limit: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids of a text's first `most` tokens (None: all), and the characters where they begin. For a long text
+    a part is tokenized that has `MARGIN` tokens more: the rest of the text changes none before these.
     """
-    size, enough = len(text) if most is None else _characters(most), (most or 0) + MARGIN
+    size, required = len(text) if limit is None else _characters(limit), (limit or 0) + MARGIN
     while True:
         _spend(len(text[:size]))
         encoded = tokenizer(text[:size], add_special_tokens=False, return_offsets_mapping=True)
-        if size >= len(text) or len(encoded["input_ids"]) >= enough:
+        if size >= len(text) or len(encoded["input_ids"]) >= required:
             break
         size *= 2
-    starts = [start for start, _ in encoded["offset_mapping"][:most]]
-    return np.asarray(encoded["input_ids"][:most], dtype=np.int32), np.asarray(starts)
+    starts = [start for start, _ in encoded["offset_mapping"][:limit]]
+    return np.asarray(encoded["input_ids"][:limit], dtype=np.int32), np.asarray(starts)
 
 
 def _characters(tokens: int | None) -> int:
-    """Of a text of so many tokens and `MARGIN`, about."""
+    """Return the approximate length of a text of this number of tokens and `MARGIN`."""
     return PER_TOKEN * ((tokens or 0) + MARGIN)
 
 
 def written(tokenizer: Any, messages: Messages, tools: list[dict] | None) -> str:
-    """The text through the last turn, an answer, with the thoughts that the target is shown to begin with."""
+    """Return the text up to the end of the last turn, an answer, with the thoughts that the target is shown to begin
+    with.
+    """
     through = render(tokenizer, messages, False, tools)
     if thoughts_of(messages[-1]) in through or not thinking(tokenizer):
         return through
@@ -311,7 +319,7 @@ def written(tokenizer: Any, messages: Messages, tools: list[dict] | None) -> str
 
 
 def thinking(tokenizer: Any) -> bool | None:
-    """Whether the target is asked to think before it answers; None where its template has no say in it."""
+    """Return whether the target is asked to think before it answers; None where its template does not control that."""
     return _thinking(tokenizer, tokenizer.chat_template)
 
 
@@ -327,7 +335,7 @@ def _thinking(tokenizer: Any, template: str) -> bool | None:
 
 
 def probe(tokenizer: Any, **keywords: Any) -> str:
-    """A question's rendering, by which what a template does is told; empty where it refuses it."""
+    """Render one question, to find out what a template does; empty where the template refuses it."""
     question = [{"role": "user", "content": "?"}]
     try:
         return tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True, **keywords)
@@ -336,23 +344,23 @@ def probe(tokenizer: Any, **keywords: Any) -> str:
 
 
 def _begins_thoughts(tokenizer: Any) -> bool:
-    """The prompt ends in the opening tag, and the answer begins inside of the thoughts."""
+    """Return whether the prompt ends in the opening tag, so that the answer begins inside the thoughts."""
     return probe(tokenizer).rstrip().endswith(OPEN)
 
 
 def pieces_of(tokenizer: Any, tokens: list[int]) -> list[str]:
-    """What each token adds to the text; part of a letter adds nothing until the letter is whole."""
+    """Return the text that each token adds; part of a letter adds nothing until the letter is complete."""
     texts, before = [], ""
     for count in range(1, len(tokens) + 1):
         text = tokenizer.decode(tokens[:count], skip_special_tokens=True)
-        whole = text.rstrip("\ufffd") if count < len(tokens) else text
-        texts.append(whole[len(before) :])
-        before = whole if len(whole) > len(before) else before
+        complete = text.rstrip("\ufffd") if count < len(tokens) else text
+        texts.append(complete[len(before) :])
+        before = complete if len(complete) > len(before) else before
     return texts
 
 
 def as_message(tokenizer: Any, answer: list[int]) -> dict[str, str]:
-    """The target's answer as a turn of the dialogue, thoughts included."""
+    """Return the target's answer as a turn of the dialogue, thoughts included."""
     if HARMONY not in tokenizer.chat_template:
         return {"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)}
     parts = _PART.findall(tokenizer.decode(answer, skip_special_tokens=False))
@@ -362,19 +370,20 @@ def as_message(tokenizer: Any, answer: list[int]) -> dict[str, str]:
 
 
 def thoughts_of(message: dict[str, Any]) -> str:
-    """The thoughts in a turn; empty where it has none."""
+    """Return the thoughts in a turn; empty where it has none."""
     before, closed, _ = message["content"].partition(CLOSE)
     inside = before.rpartition(OPEN)[2] if closed else ""
     return message.get("reasoning_content", inside).strip()
 
 
 def without_thoughts(message: dict[str, Any]) -> dict[str, Any]:
-    rest = {key: value for key, value in message.items() if key != "reasoning_content"}
-    return rest | {"content": message["content"].rpartition(CLOSE)[2].lstrip("\n")}
+    """Return the turn without its thoughts."""
+    kept_keys = {key: value for key, value in message.items() if key != "reasoning_content"}
+    return kept_keys | {"content": message["content"].rpartition(CLOSE)[2].lstrip("\n")}
 
 
 def cut_in_thoughts(tokenizer: Any, message: dict[str, str]) -> bool:
-    """Whether an answer that was cut ends before its thoughts do."""
+    """Return whether a truncated answer ends before its thoughts do."""
     content = message["content"]
     if "reasoning_content" in message:
         return not content.strip()

@@ -1,4 +1,4 @@
-"""The target's embedding and head: all that training a draft needs of the target, and all that a draft borrows."""
+"""The target's embedding and head: the parts that training a draft needs, and that a draft borrows."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 
 class LMHead(nn.Module):
-    """The target's logits from its post-final-norm hidden state, in the arithmetic of the stored weights.
+    """The target's head: logits from its hidden state after the final norm, in the arithmetic of the stored weights.
 
-    ``weight_VD``, optional bias, and the two after-effects some families have: a scale and a soft cap.
+    It has ``weight_VD``, an optional bias, and two effects that some families apply afterwards: a scale and a soft cap.
     """
 
     def __init__(
@@ -33,24 +33,25 @@ class LMHead(nn.Module):
         return logits
 
     def copied(self, device: torch.device, dtype: torch.dtype) -> "LMHead":
-        """The same head there. Weights that are mapped from a file go straight to a GPU."""
+        """Copy the head to the device. Weights that are mapped from a file go straight to a GPU."""
         weight, bias = (
             None if x is None else x.to(device, dtype, copy=True) for x in (self.linear.weight, self.linear.bias)
         )
         return LMHead(weight, bias, self.scale, self.softcap)
 
     def restricted(self, ids_U: Tensor) -> "LMHead":
-        """The same head over the ids of a reduced vocabulary."""
+        """Return the head over the ids of a reduced vocabulary."""
         bias = self.linear.bias
         return LMHead(self.linear.weight[ids_U], None if bias is None else bias[ids_U], self.scale, self.softcap)
 
 
 def known_tokens(tokenizer: Any) -> int:
-    """Ids from here on have no token: a padded embedding and its head have rows for them."""
+    """Return the number of ids that have a token; a padded embedding and its head have more rows."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def head_effects(config: Any) -> dict[str, Any]:
+    """Return the scale and soft cap that a target's configuration applies to its logits."""
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
     if getattr(config, "logits_scaling", None):  # Granite
         scale = 1.0 / config.logits_scaling
@@ -59,12 +60,12 @@ def head_effects(config: Any) -> dict[str, Any]:
 
 @dataclass
 class EmbeddingAndHead:
-    """The target's frozen embedding and head: all that training a draft needs of the target."""
+    """The target's frozen embedding and head: the parts of it that training a draft needs."""
 
     embedding_VD: Tensor
     head: LMHead
     fingerprint: str
-    decoder: nn.Module | None = None  # all between the two, for a draft whose `Needs` say so; of its own dtype
+    decoder: nn.Module | None = None  # the layers between them, if a draft's `Needs` include these; of its own dtype
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "EmbeddingAndHead":
         decoder = None if self.decoder is None else self.decoder.to(device)

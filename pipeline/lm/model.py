@@ -1,4 +1,4 @@
-"""The frozen target of a recipe: where its files are, and what is read from them."""
+"""Load the frozen target of a recipe, or parts of it, from its files."""
 
 import os
 import re
@@ -32,13 +32,13 @@ from pipeline.lm.template import apply_settings
 from pipeline.lm.verifier import Verifier
 
 if kind() is None:
-    # A CPU's kernel takes a mask over grouped heads; for a GPU's sake transformers would copy keys and values. Here and
-    # not where a target is loaded, so that a process has one kernel from its start on.
+    # A CPU's kernel supports a mask over grouped heads; transformers would copy keys and values, as GPUs require. Set
+    # here and not where a target is loaded, so that a process uses one kernel from its start.
     os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_OF_THE_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# What says what a target is, of all that lies in its folder.
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# The files of its folder that define a target.
 _FILES = (
     *("config.json", "generation_config.json", "*token*", "vocab*", "merges.txt", "*.model", "*.jinja", "*.py"),
     *("additional_chat_templates/*", "*.safetensors", "*.safetensors.index.json"),
@@ -49,7 +49,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 @dataclass(frozen=True)
 class Source:
-    """Where a target's files are, and how to ask transformers for them."""
+    """A target's files: where they are, and how transformers loads them."""
 
     name: str  # folder or Hub id
     revision: str | None
@@ -59,22 +59,22 @@ class Source:
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
     def file(self, name: str) -> Path | None:
-        found = cached_file(self.name, name, revision=self.revision, _raise_exceptions_for_missing_entries=False)
-        return Path(found) if found else None
+        path = cached_file(self.name, name, revision=self.revision, _raise_exceptions_for_missing_entries=False)
+        return Path(path) if path else None
 
 
 def local_folder(model: str) -> Path | None:
-    """The folder of a target on this machine; None for one of the Hub, OWNER/NAME. Raises PipelineError for a folder
-    that is not there, about which the Hub is not asked.
+    """Return the folder of a target on this machine; None for one of the Hub, OWNER/NAME. Raise PipelineError for a
+    folder that does not exist, without asking the Hub.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
-    if _OF_THE_HUB.fullmatch(model):
+    if _HUB_ID.fullmatch(model):
         return None
-    what = "is a file" if folder.exists() else "does not exist"
+    problem = "is a file" if folder.exists() else "does not exist"
     raise PipelineError(
-        f"target.model {model!r} {what}: expected a folder with config.json, tokenizer and safetensors "
+        f"target.model {model!r} {problem}: expected a folder with config.json, tokenizer and safetensors "
         "weights, or OWNER/NAME of the Hub"
     )
 
@@ -88,7 +88,7 @@ def source(config: TargetConfig) -> Source:
     return Source(name, config.revision, config.trust_remote_code)
 
 
-# RuntimeError: weights of other shapes, no memory; the others: files that hold something else than they should.
+# RuntimeError: weights of wrong shapes, no memory; the others: files with unexpected content.
 _UNLOADABLE = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, StrictDataclassError)
 
 
@@ -101,18 +101,20 @@ def _loading(config: TargetConfig) -> Iterator[None]:
 
 
 def load_config(config: TargetConfig) -> Any:
-    """The text configuration. Raises PipelineError when the model cannot be had or its layers cannot verify a tree."""
-    where = source(config)
+    """Load the text configuration. Raise PipelineError when the model is unavailable or its layers cannot verify a
+    tree.
+    """
+    files = source(config)
     with _loading(config):
-        full = AutoConfig.from_pretrained(where.name, **where.options())
+        full = AutoConfig.from_pretrained(files.name, **files.options())
     require_tree_attention(full, config.model)
     return full.get_text_config()
 
 
 def load_tokenizer(config: TargetConfig) -> Any:
-    where = source(config)
+    files = source(config)
     with _loading(config):
-        tokenizer = AutoTokenizer.from_pretrained(where.name, **where.options())
+        tokenizer = AutoTokenizer.from_pretrained(files.name, **files.options())
     if config.chat_template:
         tokenizer.chat_template = _template_file(config).read_text().rstrip("\n")
     require_template(tokenizer, config.model)
@@ -121,16 +123,16 @@ def load_tokenizer(config: TargetConfig) -> Any:
 
 
 def _template_file(config: TargetConfig) -> Path:
-    named = Path(config.chat_template or "").expanduser()
-    template = named if named.is_file() else ROOT / named  # a recipe's that comes with the project
+    path = Path(config.chat_template or "").expanduser()
+    template = path if path.is_file() else ROOT / path  # a template file of the project
     if not template.is_file():
-        raise PipelineError(f"target.chat_template {named} does not exist: expected a Jinja file")
+        raise PipelineError(f"target.chat_template {path} does not exist: expected a Jinja file")
     return template
 
 
 def placement(config: TargetConfig) -> dict[str, Any]:
-    """How transformers is to load the weights: for a GPU tensor by tensor from the file to its memory, never whole in
-    the host's. The device has its number: the threads that load do not know this one's.
+    """Return how transformers is to place the weights: for a GPU each tensor goes from the file to its memory, and the
+    complete model is never in the host's. The device has its index, as the loading threads do not know this thread's.
     """
     device = resolve_device(config.device)
     if config.device == "spread":
@@ -138,23 +140,25 @@ def placement(config: TargetConfig) -> dict[str, Any]:
     return {} if device.type == "cpu" else {"device_map": {"": device}}
 
 
-def weight_files(where: Source) -> dict[str, Path]:
-    """Tensor name -> safetensors file. Raises PipelineError when the target has none."""
-    index = where.file(_INDEX)
+def weight_files(files: Source) -> dict[str, Path]:
+    """Return tensor name -> safetensors file. Raise PipelineError when the target has none."""
+    index = files.file(_INDEX)
     if index:
         names: Any = read_json(index).get("weight_map")
         values, paths = list(names.values()) if isinstance(names, dict) else [names], {}
-        if odd := [name for name in values if not isinstance(name, str) or not _WEIGHTS_FILE.fullmatch(name)]:
-            raise PipelineError(f"target {where.name}: {_INDEX} names {odd[0]!r}, expected names of files beside it")
+        if invalid := [name for name in values if not isinstance(name, str) or not _WEIGHTS_FILE.fullmatch(name)]:
+            raise PipelineError(
+                f"target {files.name}: {_INDEX} names {invalid[0]!r}, expected names of files in its folder"
+            )
         for shard in sorted(set(names.values())):
-            if (path := where.file(shard)) is None:
-                raise PipelineError(f"target {where.name}: {_INDEX} names {shard}, which does not exist")
+            if (path := files.file(shard)) is None:
+                raise PipelineError(f"target {files.name}: {_INDEX} names {shard}, which does not exist")
             paths[shard] = path
         return {tensor: paths[shard] for tensor, shard in names.items()}
-    single = where.file(_SINGLE)
+    single = files.file(_SINGLE)
     if single is None:
         raise PipelineError(
-            f"target {where.name} has no safetensors weights ({_SINGLE} or {_INDEX}). Pickled weights are not read: "
+            f"target {files.name} has no safetensors weights ({_SINGLE} or {_INDEX}). Pickled weights are not loaded: "
             "convert them once with transformers' save_pretrained and point target.model at the folder"
         )
     with safe_open(single, "pt") as tensors:
@@ -163,24 +167,24 @@ def weight_files(where: Source) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class TargetIdentity:
-    """All that a target's states, tokens and answers depend on, by content."""
+    """The content that a target's states, tokens and answers depend on, as hashes and stop ids."""
 
     fingerprint: str  # configuration and weights
     tokenizer: str
     template: str
-    stop_ids: list[int]  # that end an answer
+    stop_ids: list[int]  # tokens that end an answer
 
-    def differences(self, other: dict[str, Any]) -> list[str]:
-        """What `other`, an identity as JSON or a part of one, has otherwise."""
-        changed = {key: value for key, value in asdict(self).items() if other.get(key, value) != value}
-        return [f"{key} is {value!r}, was {other[key]!r}" for key, value in changed.items()]
+    def differences(self, recorded: dict[str, Any]) -> list[str]:
+        """Return the fields in which `other`, an identity as JSON or a part of one, differs."""
+        changed = {key: value for key, value in asdict(self).items() if recorded.get(key, value) != value}
+        return [f"{key} is {value!r}, was {recorded[key]!r}" for key, value in changed.items()]
 
 
 def identify(config: TargetConfig) -> TargetIdentity:
-    """The target's identity as its files are now; they are read again only where one was changed. Raises
+    """Return the target's identity by its current files; they are read again only where one was changed. Raise
     PipelineError.
     """
-    where = source(config)
+    files_of_target = source(config)
 
     def compute() -> dict[str, Any]:
         tokenizer = load_tokenizer(config)
@@ -189,27 +193,27 @@ def identify(config: TargetConfig) -> TargetIdentity:
         return asdict(TargetIdentity(*parts))
 
     with _loading(config):
-        first = where.file("config.json")
-        if first is None:
+        config_file = files_of_target.file("config.json")
+        if config_file is None:
             raise PipelineError(f"target {config.model!r} has no config.json")
-        files = [path for pattern in _FILES for path in first.parent.glob(pattern)]
+        files = [path for pattern in _FILES for path in config_file.parent.glob(pattern)]
         files += [_template_file(config)] if config.chat_template else []
-        asked = [config.identity(), *(version(library) for library in ("transformers", "tokenizers"))]
-        return TargetIdentity(**cached_by_files("targets", asked, files, compute))
+        key = [config.identity(), *(version(library) for library in ("transformers", "tokenizers"))]
+        return TargetIdentity(**cached_by_files("targets", key, files, compute))
 
 
 def identify_if_here(config: TargetConfig) -> TargetIdentity | None:
-    """`identify`, or None where the target's files are not on this machine, which may only look at a run: nothing is
-    fetched or made.
+    """Return `identify`'s result, or None where the target's files are not on this machine, which may only inspect a
+    run: nothing is downloaded or created.
     """
     if config.model.startswith(embedded.PREFIX):
         if not embedded.is_made(config.model.removeprefix(embedded.PREFIX)):
             return None
-    elif _OF_THE_HUB.fullmatch(config.model) and not Path(config.model).is_dir():
-        held = try_to_load_from_cache(config.model, "config.json", revision=config.revision or "main")
-        if not isinstance(held, str):
+    elif _HUB_ID.fullmatch(config.model) and not Path(config.model).is_dir():
+        cached = try_to_load_from_cache(config.model, "config.json", revision=config.revision or "main")
+        if not isinstance(cached, str):
             return None
-        config = config.model_copy(update={"model": str(Path(held).parent), "revision": None})
+        config = config.model_copy(update={"model": str(Path(cached).parent), "revision": None})
     try:
         return identify(config)
     except PipelineError:
@@ -217,16 +221,16 @@ def identify_if_here(config: TargetConfig) -> TargetIdentity | None:
 
 
 def fingerprint(config: TargetConfig) -> str:
-    """Identifies configuration and weights, of these every byte (`pipeline/lm/fingerprint.py`)."""
+    """Hash configuration and every byte of the weights (`pipeline/lm/fingerprint.py`)."""
     return identity(load_config(config).to_dict(), set(weight_files(source(config)).values()))
 
 
 def _skeleton(config: TargetConfig) -> Any:
-    """The model without its weights, on the meta device."""
-    where = source(config)
-    full = AutoConfig.from_pretrained(where.name, **where.options())
+    """Build the model without its weights, on the meta device."""
+    files = source(config)
+    full = AutoConfig.from_pretrained(files.name, **files.options())
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(full, trust_remote_code=where.trust_remote_code)
+        return AutoModelForCausalLM.from_config(full, trust_remote_code=files.trust_remote_code)
 
 
 def parameter_count_of(config: TargetConfig) -> int:
@@ -234,46 +238,46 @@ def parameter_count_of(config: TargetConfig) -> int:
 
 
 def _stored_names(skeleton: PreTrainedModel, files: Iterable[str]) -> dict[str, str]:
-    """The model's name of a tensor -> its name in the files, which is an older one for some families (Gemma 3 with
-    images).
+    """Return the model's name of a tensor -> its name in the files, which is an older one for some families (Gemma 3
+    with images).
     """
     renamings = [r for r in get_model_conversion_mapping(skeleton) if isinstance(r, WeightRenaming)]
-    own = dict(skeleton.named_parameters(remove_duplicate=False))
-    return {rename_source_key(name, renamings, [], skeleton.base_model_prefix, own)[0]: name for name in files}
+    parameters = dict(skeleton.named_parameters(remove_duplicate=False))
+    return {rename_source_key(name, renamings, [], skeleton.base_model_prefix, parameters)[0]: name for name in files}
 
 
 def load_embed_head(config: TargetConfig, decoder_dtype: torch.dtype | None = None) -> EmbeddingAndHead:
-    """Reads only the embedding and the head from the target's files, in their stored dtype. With a `decoder_dtype` all
-    between them as well, in that one and where the recipe has its target.
+    """Load only the embedding and the head from the target's files, in their stored dtype. With a `decoder_dtype` load
+    the layers between them as well, in that dtype and on the recipe's device.
     """
     text = load_config(config)
-    where = source(config)
+    target_files = source(config)
     skeleton = _skeleton(config)
     names = {id(parameter): name for name, parameter in skeleton.named_parameters(remove_duplicate=False)}
     output = skeleton.get_output_embeddings()
-    files, stored = weight_files(where), _stored_names(skeleton, weight_files(where))
-    wanted = {
+    files, stored = weight_files(target_files), _stored_names(skeleton, weight_files(target_files))
+    tensor_names = {
         "embedding": next(n for n, p in skeleton.named_parameters() if p is skeleton.get_input_embeddings().weight),
         "head": names[id(output.weight)],
         "bias": names[id(output.bias)] if getattr(output, "bias", None) is not None else None,
     }
-    if wanted["head"] not in stored and text.tie_word_embeddings:
-        wanted["head"] = wanted["embedding"]
-    read = {}
-    for role, name in wanted.items():
+    if tensor_names["head"] not in stored and text.tie_word_embeddings:
+        tensor_names["head"] = tensor_names["embedding"]
+    tensors_by_role = {}
+    for role, name in tensor_names.items():
         if name is None:
             continue
         if name not in stored:
             raise _incomplete(config, name)
         with safe_open(files[stored[name]], "pt") as tensors:
-            read[role] = tensors.get_tensor(stored[name])
-    head = LMHead(read["head"], read.get("bias"), **head_effects(text))
+            tensors_by_role[role] = tensors.get_tensor(stored[name])
+    head = LMHead(tensors_by_role["head"], tensors_by_role.get("bias"), **head_effects(text))
     decoder = None if decoder_dtype is None else _load_decoder(config, decoder_dtype)
-    return EmbeddingAndHead(read["embedding"], head, fingerprint(config), decoder)
+    return EmbeddingAndHead(tensors_by_role["embedding"], head, fingerprint(config), decoder)
 
 
 def load_final_norm(config: TargetConfig, dtype: str) -> nn.Module:
-    """The target's norm behind its last layer, its weights alone read. Raises PipelineError where it has none."""
+    """Load the target's norm after its last layer, and no other weights. Raise PipelineError where it has none."""
     skeleton = _skeleton(config)
     decoder = skeleton.get_decoder()
     norm = getattr(decoder, "norm", None)
@@ -282,25 +286,25 @@ def load_final_norm(config: TargetConfig, dtype: str) -> nn.Module:
             f"target {config.model!r}: its decoder has no final norm by that name, so states of an engine cannot be "
             "normed: use target.engine = 'transformers'"
         )
-    where = source(config)
-    files, stored = weight_files(where), _stored_names(skeleton, weight_files(where))
+    target_files = source(config)
+    files, stored = weight_files(target_files), _stored_names(skeleton, weight_files(target_files))
     names = {id(parameter): name for name, parameter in skeleton.named_parameters()}
-    read = {}
-    for own, parameter in norm.named_parameters():
+    weights = {}
+    for parameter_name, parameter in norm.named_parameters():
         name = names[id(parameter)]
         if name not in stored:
             raise _incomplete(config, name)
         with safe_open(files[stored[name]], "pt") as tensors:
-            read[own] = tensors.get_tensor(stored[name]).to(DTYPES[dtype])
-    norm.load_state_dict(read, assign=True)
+            weights[parameter_name] = tensors.get_tensor(stored[name]).to(DTYPES[dtype])
+    norm.load_state_dict(weights, assign=True)
     return norm.requires_grad_(False)
 
 
 def load_reader(config: TargetConfig, device: torch.device, dtype: torch.dtype) -> tuple[Verifier, Any]:
-    """Any causal language model that can read a tree, and its tokenizer. Raises PipelineError."""
-    where, text = source(config), load_config(config)
+    """Load any causal language model that can read a tree, and its tokenizer. Raise PipelineError."""
+    files, text = source(config), load_config(config)
     with _loading(config):
-        tokenizer = AutoTokenizer.from_pretrained(where.name, **where.options())
+        tokenizer = AutoTokenizer.from_pretrained(files.name, **files.options())
     return Verifier(_load(config, dtype).to(device), text, config.model), tokenizer
 
 
@@ -311,44 +315,47 @@ def _load_decoder(config: TargetConfig, dtype: torch.dtype) -> nn.Module:
 
 
 def empty_decoder(config: TargetConfig, dtype: torch.dtype) -> nn.Module:
-    """The target's decoder without its weights: all between embedding and head."""
-    where = source(config)
-    full = AutoConfig.from_pretrained(where.name, **where.options())
-    model = AutoModelForCausalLM.from_config(full, trust_remote_code=where.trust_remote_code, dtype=dtype)
+    """Build the target's decoder (the layers between embedding and head) without its weights."""
+    files = source(config)
+    full = AutoConfig.from_pretrained(files.name, **files.options())
+    model = AutoModelForCausalLM.from_config(full, trust_remote_code=files.trust_remote_code, dtype=dtype)
     use_masks(model)
     return model.requires_grad_(False).get_decoder()
 
 
-def _load(config: TargetConfig, dtype: torch.dtype, **where_to: Any) -> Any:
-    """Raises PipelineError where the files lack a tensor: transformers would fill it with random numbers."""
-    where = source(config)
-    options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True, **where_to, **where.options()}
+def _load(config: TargetConfig, dtype: torch.dtype, **placement_options: Any) -> Any:
+    """Load the model. Raise PipelineError where the files lack a tensor, which transformers would fill with random
+    numbers.
+    """
+    files = source(config)
+    options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True, **placement_options}
+    options |= files.options()
     with _loading(config):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(where.name, dtype=dtype, **options)
-    model, found = loaded
-    if found["missing_keys"]:
-        raise _incomplete(config, min(found["missing_keys"]))
+        loaded: Any = AutoModelForCausalLM.from_pretrained(files.name, dtype=dtype, **options)
+    model, info = loaded
+    if info["missing_keys"]:
+        raise _incomplete(config, min(info["missing_keys"]))
     return model.eval().requires_grad_(False)
 
 
 def _incomplete(config: TargetConfig, name: str) -> PipelineError:
     return PipelineError(
         f"target {config.model!r}: its weights hold no {name}; the checkpoint is incomplete, or its config.json is of "
-        "another one (tie_word_embeddings says whether the head is the embedding)"
+        "another one (tie_word_embeddings tells whether the head is the embedding)"
     )
 
 
 class Target(Verifier):
-    """The frozen model of a recipe, loaded, and its tokenizer."""
+    """The loaded frozen model of a recipe, and its tokenizer."""
 
     def __init__(self, config: TargetConfig, dtype: str):
-        """Raises PipelineError when hidden state and head do not reproduce the model's own logits."""
+        """Raise PipelineError when hidden state and head do not reproduce the model's own logits."""
         text = load_config(config)
         self.tokenizer = load_tokenizer(config)
         model = _load(config, DTYPES[dtype], **placement(config))
-        if config.device == "spread" and {"cpu", "disk"} & {str(place) for place in model.hf_device_map.values()}:
+        if config.device == "spread" and {"cpu", "disk"} & {str(device) for device in model.hf_device_map.values()}:
             raise PipelineError(
-                f"target {config.model!r} does not fit the {torch.accelerator.device_count()} GPUs that are seen here: "
+                f"target {config.model!r} does not fit the {torch.accelerator.device_count()} visible GPUs: "
                 "give a worker more of them (features.gpus_per_worker), or larger ones"
             )
         super().__init__(model, text, config.model)
@@ -358,12 +365,12 @@ class Target(Verifier):
 
 
 def stop_ids_of(config: TargetConfig, tokenizer: Any) -> frozenset[int]:
-    """`Target.stop_ids` without loading it."""
-    where = source(config)
+    """Return `Target.stop_ids` without loading the weights."""
+    files = source(config)
     with _loading(config):
         try:
-            generation = GenerationConfig.from_pretrained(where.name, revision=where.revision or "main")
-        except OSError:  # it has no such file
+            generation = GenerationConfig.from_pretrained(files.name, revision=files.revision or "main")
+        except OSError:  # the file does not exist
             generation = GenerationConfig.from_model_config(load_config(config))
         return frozenset(_stop_ids(generation, tokenizer))
 

@@ -1,7 +1,7 @@
-"""A loaded causal language model as decoding wants it: its hidden states, its verdict on a token tree, its
+"""A loaded causal language model as decoding requires it: its hidden states, its verification of a token tree, its
 embedding and head.
 
-Works on any `AutoModelForCausalLM` of full or sliding attention through its own forward; holds no private copy of a
+It works on any `AutoModelForCausalLM` of full or sliding attention by its own forward; it holds no private copy of a
 model.
 """
 
@@ -21,12 +21,12 @@ from pipeline.lm.cache import TreeCache
 from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead, head_effects
 from pipeline.lm.states import States
 
-CAPACITY_STEP = 512  # caches of a compiled target come in multiples of it: few shapes, few compilations
+CAPACITY_STEP = 512  # capacities of a compiled target's caches are multiples of it: few shapes, few compilations
 
 
 def rounding(dtype: torch.dtype, device: torch.device) -> float:
-    """How far two ways to the same logits may part, over the largest: not at all in float32 on a CPU; elsewhere by a
-    few steps of the dtype and, whatever it is, by sums in another order.
+    """Return how far two computations of the same logits may differ, relative to the largest: not at all in float32 on
+    a CPU; elsewhere by a few steps of the dtype and, for any dtype, by sums in another order.
     """
     if device.type == "cpu" and dtype == torch.float32:
         return 0.0
@@ -34,104 +34,107 @@ def rounding(dtype: torch.dtype, device: torch.device) -> float:
 
 
 class Verifier:
-    """Hidden states are the decoder's output after its final norm."""
+    """A causal language model that verifies token trees. Hidden states are the decoder's output after its final
+    norm.
+    """
 
     def __init__(self, model: Any, text: Any, name: str):
         """`model` is in eval mode, `text` its text configuration, and `name` is for messages.
 
-        Raises PipelineError when hidden state and head do not reproduce the model's own logits.
+        Raise PipelineError when hidden state and head do not reproduce the model's own logits.
         """
         self.model, self.config, self.dtype = model, text, model.dtype
-        self.compiled, self.filled = False, 1  # rows that a single one of packed layers is filled up to
-        self._caches: dict[int, TreeCache] = {}  # of a compiled target, by capacity
+        self.compiled, self.filled = False, 1  # `filled`: number of rows to which packed layers pad a single one
+        self._caches: dict[int, TreeCache] = {}  # the caches of a compiled target, by capacity
         self._captured = threading.local()  # by thread: layer -> output
         self._hooks: dict[int, Any] = {}  # by layer
         use_masks(model)
         self.positions, self._windows = most_positions(text), windows(text)
         self.decoder = model.base_model
         output: Any = model.get_output_embeddings()
-        self.device = (
-            output.weight.device
-        )  # of a spread target the last; its own hooks take inputs to where they belong
+        self.device = output.weight.device  # of a spread target the last; its own hooks move the inputs
         self.head = LMHead(output.weight, output.bias, **head_effects(text))
         self.embedding_VD = model.get_input_embeddings().weight
         self._require_split(name)
         require_tree(self, name)
 
     def embed_head(self, fingerprint: str) -> EmbeddingAndHead:
-        """The embedding and head for drafts, on the device where the hidden states arrive."""
+        """Return the embedding and head for drafts, on the device where the hidden states arrive."""
         return EmbeddingAndHead(self.embedding_VD.to(self.device), self.head, fingerprint, self.model.get_decoder())
 
     def _require_split(self, name: str) -> None:
         probe = torch.arange(8, device=self.device)[None]
         with torch.inference_mode():
-            whole = self.model(input_ids=probe).logits
-            split = self.head(self.capture(probe))
-            whole = whole.to(self.device)
-        if not whole.isfinite().all():
+            logits = self.model(input_ids=probe).logits
+            split_logits = self.head(self.capture(probe))
+            logits = logits.to(self.device)
+        if not logits.isfinite().all():
             raise PipelineError(f"target {name!r}: its logits are not finite in {self.dtype}; use another dtype")
-        apart, largest = (whole.float() - split.float()).abs().max().item(), whole.float().abs().max().item()
-        if not apart <= rounding(self.dtype, self.device) * largest:
+        difference, largest = (
+            (logits.float() - split_logits.float()).abs().max().item(),
+            logits.float().abs().max().item(),
+        )
+        if not difference <= rounding(self.dtype, self.device) * largest:
             raise PipelineError(
                 f"target {name!r}: its logits are not head(last hidden state) (largest difference "
-                f"{apart:.3g}); this architecture needs support in pipeline/lm/verifier.py"
+                f"{difference:.3g}); this architecture needs support in pipeline/lm/verifier.py"
             )
 
     @torch.inference_mode()
     def capture(self, tokens_BT: Tensor) -> Tensor:
-        """``hidden_BTD`` of right-padded dialogues. Causality keeps padding out of every real position."""
+        """Return ``hidden_BTD`` of right-padded dialogues. Causality keeps padding out of every real position."""
         return self.decoder(input_ids=tokens_BT.to(self.device), use_cache=False).last_hidden_state.to(self.device)
 
     @torch.inference_mode()
     def capture_all(self, tokens_BT: Tensor, layers: list[int]) -> Tensor:
-        """``states_BTSD``: what `capture` gives, then the outputs of the given decoder layers (counted from 1),
-        unnormed.
+        """Return ``states_BTSD``: the states of `capture`, then the outputs of the given decoder layers (counted from
+        1), not normed.
         """
         if not layers:
             return self.capture(tokens_BT).unsqueeze(2)
-        with self._capturing(layers) as found:
+        with self._capturing(layers) as outputs:
             hidden_BTD = self.capture(tokens_BT)
-        return torch.stack([hidden_BTD, *(found[layer] for layer in layers)], dim=2)
+        return torch.stack([hidden_BTD, *(outputs[layer] for layer in layers)], dim=2)
 
     @torch.inference_mode()
     def states(self, tokens: list[int], layers: Iterable[int] = ()) -> States:
-        """The states of one text, from one causal forward."""
+        """Compute the states of one text, in one causal forward."""
         layers = tuple(sorted(set(layers)))
         states_TSD = self.capture_all(torch.tensor([tokens]), list(layers))[0]
         return States(states_TSD[:, 0], states_TSD[:, 1:] if layers else None, layers)
 
     @contextmanager
     def _capturing(self, layers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
-        """Fills the dictionary with the layers' outputs in a forward of this thread."""
+        """Fill the yielded dictionary with the layers' outputs during a forward of this thread."""
         new = set(layers) - set(self._hooks)
         for layer in new:
             block = self.model.get_decoder().layers[layer - 1]
             self._hooks[layer] = block.register_forward_hook(partial(self._keep, layer))
         if new and self.compiled:
-            torch.compiler.reset()  # what is compiled does not look for new hooks
-        found: dict[int, Tensor] = {}
-        self._captured.outputs = found
+            torch.compiler.reset()  # compiled code ignores new hooks
+        outputs: dict[int, Tensor] = {}
+        self._captured.outputs = outputs
         try:
-            yield found
+            yield outputs
         finally:
             del self._captured.outputs
 
     def unhook(self) -> None:
-        """Leaves the model as it was found."""
+        """Remove the hooks, which leaves the model unchanged."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
 
     def _keep(self, layer: int, _module, _inputs, output) -> None:
-        """A hook sees the forwards of all threads; each keeps its own."""
-        found = getattr(self._captured, "outputs", None)
-        if found is not None:
-            found[layer] = (output[0] if isinstance(output, tuple) else output).to(self.device)
+        """Store a layer's output. A hook is called in the forwards of all threads; each stores its own."""
+        outputs = getattr(self._captured, "outputs", None)
+        if outputs is not None:
+            outputs[layer] = (output[0] if isinstance(output, tuple) else output).to(self.device)
 
     @torch.inference_mode()
     def new_cache(self, capacity: int) -> TreeCache:
-        """A cache for up to `capacity` tokens. A compiled target uses the same memory every time, as CUDA graphs are
-        bound to addresses: the cache that was given out before is void.
+        """Return a cache for up to `capacity` tokens. A compiled target uses the same memory every time, as CUDA graphs
+        are bound to addresses: the cache returned before becomes invalid.
         """
         if not self.compiled:
             return TreeCache(expected=capacity)
@@ -141,9 +144,7 @@ class Verifier:
         return cache
 
     def compile(self, backend: str = "inductor") -> None:
-        """From now on forwards over a cache have fixed shapes and are compiled, on a GPU into CUDA graphs. Prompts are
-        not.
-        """
+        """Compile forwards over a cache, with fixed shapes, on a GPU into CUDA graphs. Prefills are not compiled."""
         torch._dynamo.config.recompile_limit = 256  # a compilation for every width and capacity; the tuner tries many
         graphs: Any = {"mode": "reduce-overhead"} if backend == "inductor" and self.device.type == "cuda" else {}
         self._compiled = torch.compile(self.decoder, backend=backend, dynamic=False, fullgraph=True, **graphs)
@@ -159,10 +160,10 @@ class Verifier:
         width: int = 1,
         layers: tuple[int, ...] = (),
     ) -> States:
-        """Appends N tokens to the cache and returns their states, with the outputs of these decoder layers.
+        """Append N tokens to the cache and return their states, with the outputs of these decoder layers.
 
-        ``mask_NC`` (bool, C = cached + N) says what each token sees; without it tokens follow each other causally,
-        which is right for a first prompt or a single token only. A compiled target fills up to `width` tokens.
+        ``mask_NC`` (bool, C = cached + N) defines which tokens each token sees; without it attention is causal, which
+        is right for a first prompt or a single token only. A compiled target pads to `width` tokens.
         """
         past, count = cache.length, len(tokens_N)
         assert mask_NC is not None or past == 0 or count == 1
@@ -179,8 +180,8 @@ class Verifier:
             decoder = self._compiled
             tokens_N, positions_N = (F.pad(x, (0, width - count)) for x in (tokens_N, positions_N))
         capturing: Any = self._capturing(layers) if layers else nullcontext({})
-        with capturing as found:
-            out = decoder(
+        with capturing as outputs:
+            output = decoder(
                 input_ids=tokens_N[None],
                 position_ids=positions_N[None],
                 attention_mask=mask,
@@ -188,10 +189,10 @@ class Verifier:
                 use_cache=True,
             )
         cache.length = past + count
-        auxiliary_NSD = torch.stack([found[layer][0, :count] for layer in layers], dim=1) if layers else None
-        return States(out.last_hidden_state[0, :count].to(self.device), auxiliary_NSD, layers)
+        auxiliary_NSD = torch.stack([outputs[layer][0, :count] for layer in layers], dim=1) if layers else None
+        return States(output.last_hidden_state[0, :count].to(self.device), auxiliary_NSD, layers)
 
 
 def fixed_capacity(tokens: int) -> int:
-    """The capacity of a compiled target's cache for so many tokens."""
+    """Return the capacity of a compiled target's cache for this number of tokens."""
     return -(-tokens // CAPACITY_STEP) * CAPACITY_STEP

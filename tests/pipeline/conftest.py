@@ -11,7 +11,7 @@ from pipeline.drafts.parts.layers import shapes_of
 from tests.pipeline.layouts import with_settings
 from tests.pipeline.taught import VARIANTS, greedy, prompt_of, taught
 
-THEIRS = {  # what a released config.json says beside the target's own fields
+RELEASED_CONFIG = {  # a released config.json without the target's own fields
     "hidden_size": 32,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -34,21 +34,21 @@ def released(tiny_recipe, loaded_target, embed_head, tmp_path):
         recipe = with_settings(tiny_recipe, settings)
         draft = build(recipe.draft["theirs"], shapes_of(loaded_target.config))
         draft.initialise(4)
-        ours = {name: 5 * x if x.is_floating_point() else x for name, x in draft.state_dict().items()}
-        theirs = {renamed(name): x for name, x in ours.items() if name != "draft_token_ids"}
+        weights = {name: 5 * x if x.is_floating_point() else x for name, x in draft.state_dict().items()}
+        stored = {renamed(name): x for name, x in weights.items() if name != "draft_token_ids"}
         if draft.token_ids_U is not None:
             ids = torch.arange(0, 256, 4)
-            ours["draft_token_ids"] = ids
-            theirs |= {"d2t": ids - torch.arange(64), "t2d": torch.isin(torch.arange(260), ids)}
+            weights["draft_token_ids"] = ids
+            stored |= {"d2t": ids - torch.arange(64), "t2d": torch.isin(torch.arange(260), ids)}
         embedding, head = embed_head.embedding_VD.bfloat16(), embed_head.head.linear.weight
         targets = dict.fromkeys(("embed_tokens.weight", "input_embed_fn.weight"), embedding)
-        targets["lm_head.weight"] = head if draft.token_ids_U is None else head[ours["draft_token_ids"]]
-        theirs |= {name: targets.get(name, torch.randn(shape)) for name, shape in (more or {}).items()}
+        targets["lm_head.weight"] = head if draft.token_ids_U is None else head[weights["draft_token_ids"]]
+        stored |= {name: targets.get(name, torch.randn(shape)) for name, shape in (more or {}).items()}
         folder = tmp_path / "released"
         folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(THEIRS | config))
-        save_file({name: x.contiguous() for name, x in theirs.items()}, folder / "model.safetensors")
-        return recipe, folder, ours
+        (folder / "config.json").write_text(json.dumps(RELEASED_CONFIG | config))
+        save_file({name: x.contiguous() for name, x in stored.items()}, folder / "model.safetensors")
+        return recipe, folder, weights
 
     return factory
 
@@ -62,7 +62,7 @@ def text(loaded_target):
 
 @pytest.fixture(scope="session")
 def taught_drafts(loaded_target, embed_head, text):
-    """By name of a variant: a draft that knows the text."""
+    """Return drafts that know the text, by the name of their variant."""
 
     class Taught(dict):
         def __missing__(self, name):

@@ -45,7 +45,7 @@ class Script:
 
 
 def every_outcome(decide: Callable[[Script], T]) -> Iterator[tuple[T, float]]:
-    """Runs `decide` once for every sequence of possible choices: its result and the probability of the sequence."""
+    """Run `decide` once for every sequence of possible choices: its result and the probability of the sequence."""
     choices: list[int] = []
     while True:
         script = Script(choices)
@@ -61,8 +61,8 @@ def every_outcome(decide: Callable[[Script], T]) -> Iterator[tuple[T, float]]:
 def drawn_error(tree: Tree, p_V: Tensor, rule: Rule = accept_drawn) -> float:
     """Largest difference between the first token's distribution, over every draw of the root's children, and p."""
     proposals = [tree.proposals[child].double() for child in tree.children()[0]]
-    kept = torch.cat([p_V.topk(TOKENS).indices, proposals[0].topk(TOKENS).indices]).unique()
-    p, bases = p_V[kept].double() / p_V[kept].double().sum(), [q_V[kept] for q_V in proposals]
+    candidates = torch.cat([p_V.topk(TOKENS).indices, proposals[0].topk(TOKENS).indices]).unique()
+    p, bases = p_V[candidates].double() / p_V[candidates].double().sum(), [q_V[candidates] for q_V in proposals]
     emitted = torch.zeros_like(p)
     for token, weight in every_outcome(lambda script: _first_token(bases, p, script, rule)):
         emitted[token] += weight

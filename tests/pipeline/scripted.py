@@ -31,8 +31,10 @@ class ScriptedDraft:
         paths = [self.paths[number] for number in numbers]
         ahead = [torch.stack([logits(path) for path in paths]) for logits in self.ahead_logits[: request.levels - 1]]
         hidden = torch.tensor(numbers, dtype=torch.float32)[:, None]
-        found = [torch.stack(x) for x in zip(*map(self.experts, paths), strict=True)] if self.experts else [None, None]
-        return DraftOutput(hidden, [torch.stack([self.next_logits(path) for path in paths]), *ahead], *found)
+        expert_logits = (
+            [torch.stack(x) for x in zip(*map(self.experts, paths), strict=True)] if self.experts else [None, None]
+        )
+        return DraftOutput(hidden, [torch.stack([self.next_logits(path) for path in paths]), *ahead], *expert_logits)
 
     def start(self, state, inputs, request, places=1):
         return self._output([0], request)
@@ -47,7 +49,7 @@ class ScriptedDraft:
             numbers.append(len(self.paths))
             self.lineage.append({*self.lineage[int(hidden)], len(self.paths)})
             self.paths.append((*self.paths[int(hidden)], token))
-        expected = [[other in self.lineage[number] for other in range(1, len(self.paths))] for number in numbers]
+        expected = [[ancestor in self.lineage[number] for ancestor in range(1, len(self.paths))] for number in numbers]
         assert frontier.visible_WC.tolist() == expected
         assert {len(self.paths[number]) for number in numbers} == {frontier.depth}
         return self._output(numbers, request)

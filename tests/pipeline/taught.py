@@ -63,7 +63,7 @@ VARIANTS = {
     "small-llama": SmallLlamaConfig(width=32, mlp_width=48),
     "small-llama, reduced": SmallLlamaConfig(width=32, mlp_width=48, vocabulary=100),
 }
-# Kinds of trees beside the dynamic ones above: (draft, its tree)
+# Kinds of trees in addition to the dynamic ones above: (draft, its tree)
 KINDS = {
     "eagle-1": ("eagle", {"paths": "eagle-1"}),
     "eagle-1, drawn": ("eagle", {"paths": "eagle-1", "siblings": "drawn"}),
@@ -116,9 +116,9 @@ def grown(draft, **tree) -> LoadedMethod:
 
 
 def states_for(draft, count, seed=0):
-    """Random states of a target, as many as the draft wants."""
-    wanted = draft.needs.final + len(draft.needs.auxiliary)
-    return torch.randn(count, wanted, 32, generator=torch.Generator().manual_seed(seed))
+    """Random states of a target, as many as the draft requires."""
+    required = draft.needs.final + len(draft.needs.auxiliary)
+    return torch.randn(count, required, 32, generator=torch.Generator().manual_seed(seed))
 
 
 def make_draft(target, embed_head, config, seed=0):
@@ -165,7 +165,7 @@ def forwards_of(target, monkeypatch) -> tuple[list, list]:
 
 
 def texts_of_paths(before: list[int], tree) -> list[list[int]]:
-    """What each node's forward is of: `before`, the root, and the node's own path."""
+    """Return the text that each node's forward sees: `before`, the root, and the node's own path."""
     return [before + [tree.tokens[n] for n in (0, *tree.path_to(node))] for node in range(len(tree.tokens))]
 
 
@@ -175,11 +175,11 @@ PLANTED = ([5, 6, 7, 8, 7, 9, 1, 1], [0, 0, 1, 1, 2, 3, 6, 4])  # depths 1 1 2 2
 def planted(target, right: list[int]):
     """A `propose` of fixed trees, of which the nodes `right` are the target's own next tokens."""
 
-    def propose(state, seen, *_):
+    def propose(state, inputs, *_):
         tokens, parents = list(PLANTED[0]), PLANTED[1]
-        for node, token in zip(right, greedy(target, seen.tokens, len(right)), strict=True):
+        for node, token in zip(right, greedy(target, inputs.tokens, len(right)), strict=True):
             tokens[node - 1] = token
-        return build_tree(seen.tokens[-1], tokens, parents, CPU)
+        return build_tree(inputs.tokens[-1], tokens, parents, CPU)
 
     return propose
 
@@ -189,8 +189,8 @@ def taught(target, embed_head, config, prompt, answer, steps=150):
     draft = build(config, shapes_of(target.config))
     draft.initialise(0)
     if config.vocabulary:
-        others = [token for token in range(260) if token not in answer]
-        draft.set_vocabulary(torch.tensor(sorted([*set(answer), *others[: config.vocabulary - len(set(answer))]])))
+        unused = [token for token in range(260) if token not in answer]
+        draft.set_vocabulary(torch.tensor(sorted([*set(answer), *unused[: config.vocabulary - len(set(answer))]])))
     draft.bind(embed_head)
     tokens = torch.tensor([*prompt, *answer])
     mask = torch.ones(len(tokens), dtype=torch.uint8).numpy()
@@ -212,8 +212,8 @@ def taught(target, embed_head, config, prompt, answer, steps=150):
 
 def write_release(folder, draft, recipe, name, method, facts=None):
     """A release's folder as far as decoding goes, of the recipe's draft `name` and its method."""
-    own = recipe.paths.draft(name)
-    checkpoint.save(own, draft, draft.state_dict(), recipe, name, facts or {})
+    draft_folder = recipe.paths.draft(name)
+    checkpoint.save(draft_folder, draft, draft.state_dict(), recipe, name, facts or {})
     folder.mkdir()
-    checkpoint.export(own, folder, method, {}, own / RECIPE)
+    checkpoint.export(draft_folder, folder, method, {}, draft_folder / RECIPE)
     return folder

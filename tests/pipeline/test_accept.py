@@ -19,14 +19,14 @@ class Language:
     """A target on a small vocabulary: a random distribution after every prefix, in fp64."""
 
     def __init__(self, seed: int, vocabulary: int, shape):
-        self.vocabulary, self._shape, self._known = vocabulary, shape, {}
+        self.vocabulary, self._shape, self._logits_by_path = vocabulary, shape, {}
         self._generator = torch.Generator().manual_seed(seed)
 
     def after(self, prefix: tuple[int, ...]) -> torch.Tensor:
-        if prefix not in self._known:
+        if prefix not in self._logits_by_path:
             raw = torch.randn(self.vocabulary, generator=self._generator, dtype=torch.float64) * 1.5
-            self._known[prefix] = self._shape(raw)
-        return self._known[prefix]
+            self._logits_by_path[prefix] = self._shape(raw)
+        return self._logits_by_path[prefix]
 
     def joint(self, prefix: tuple[int, ...], length: int) -> torch.Tensor:
         """The distribution of the `length` tokens after `prefix`, one axis a token."""
@@ -47,8 +47,8 @@ def top_3(logits):
 def top_p(logits):
     """The smallest set of best tokens with at least 0.7 of the mass."""
     p, order = logits.softmax(-1).sort(descending=True)
-    kept = p.masked_fill(p.cumsum(0) - p >= 0.7, 0)
-    return torch.zeros_like(p).scatter(0, order, kept / kept.sum())
+    top = p.masked_fill(p.cumsum(0) - p >= 0.7, 0)
+    return torch.zeros_like(p).scatter(0, order, top / top.sum())
 
 
 def certain(logits):
@@ -107,8 +107,8 @@ class Processing:
 
 def grown(kind, seed, vocabulary, shape, chance):
     """A tree of the given kind from a scripted draft that knows nothing of the target."""
-    script, *others = (noise_by_path(1000 * seed + number, vocabulary) for number in range(5))
-    draft = ScriptedDraft(script, *others[:2], experts=two_experts(*others[2:]), vocabulary=vocabulary)
+    script, *rest_of_paths = (noise_by_path(1000 * seed + number, vocabulary) for number in range(5))
+    draft = ScriptedDraft(script, *rest_of_paths[:2], experts=two_experts(*rest_of_paths[2:]), vocabulary=vocabulary)
     return draft.grow(processing=Processing(shape), chance=chance, **(KINDS | SMALL)[kind])
 
 
@@ -121,8 +121,8 @@ def best(tree, p_NV, script):
 
 
 def emitted_joint(kind, seed, language, shape, rule=None) -> tuple[torch.Tensor, float]:
-    """What one round emits, continued by plain sampling to depth + 1 tokens: its exact joint distribution, over every
-    draw of the draft and every decision of the rule; and the probability that something was accepted.
+    """Return the exact joint distribution of what one round emits, continued by plain sampling to depth + 1 tokens,
+    over every draw of the draft and every decision of the rule; and the probability that something was accepted.
     """
     rule = rule or (accept_drawn if kind in DRAWN else best)
 
@@ -148,8 +148,8 @@ def test_a_round_of_any_tree_emits_exactly_the_targets_joint_distribution(seed, 
     joint, accepted = emitted_joint(kind, seed, language, shape)
     expected = language.joint((), joint.ndim)
     for length in range(1, joint.ndim + 1):
-        beyond = tuple(range(length, joint.ndim))
-        got, want = (x.sum(beyond) if beyond else x for x in (joint, expected))
+        later_axes = tuple(range(length, joint.ndim))
+        got, want = (x.sum(later_axes) if later_axes else x for x in (joint, expected))
         assert (got - want).abs().max() < 1e-6, f"the first {length} tokens"
     assert (joint[expected == 0] == 0).all(), "a token without mass was emitted"
     assert accepted > 0 or shape is not full
@@ -170,8 +170,8 @@ def test_enumerating_visits_every_sequence_of_choices_once():
             int(script.draw_rows(torch.tensor([[0.0, 0.4, 0.6]]))[0]),
         )
 
-    found = list(every_outcome(decide))
-    assert [result for result, _ in found] == [
+    outcomes = list(every_outcome(decide))
+    assert [result for result, _ in outcomes] == [
         (0, None, 1),
         (0, None, 2),
         (2, False, 1),
@@ -179,7 +179,7 @@ def test_enumerating_visits_every_sequence_of_choices_once():
         (2, True, 1),
         (2, True, 2),
     ]
-    assert [weight for _, weight in found] == pytest.approx([0.2, 0.3, 0.15, 0.225, 0.05, 0.075])
+    assert [weight for _, weight in outcomes] == pytest.approx([0.2, 0.3, 0.15, 0.225, 0.05, 0.075])
 
 
 def flawed(flaw):
@@ -232,8 +232,8 @@ def test_the_enumeration_catches_siblings_that_are_drawn_with_replacement():
     """A token can be drawn twice, while each proposal says that it cannot."""
 
     def forgetful(tree, p_NV, chance):
-        first, *others = tree.children()[0]
-        for child in others:
+        first, *rest_of_paths = tree.children()[0]
+        for child in rest_of_paths:
             tree.tokens[child] = int(chance.draw_rows(tree.proposals[first][None])[0])
         return accept_drawn(tree, p_NV, chance)
 
@@ -241,7 +241,7 @@ def test_the_enumeration_catches_siblings_that_are_drawn_with_replacement():
 
 
 def test_the_enumeration_catches_best_candidates_under_the_rule_for_drawn_ones():
-    """What the released code does: a deterministic list, accepted as if it had been drawn from q."""
+    """The released code accepts a deterministic list as if it had been drawn from q."""
 
     def as_if_drawn(tree, p_NV, chance):
         tree.proposals = [None, *(torch.full((4,), 0.25).double() for _ in tree.tokens[1:])]
@@ -255,7 +255,7 @@ def test_the_enumeration_catches_best_candidates_under_the_rule_for_drawn_ones()
 
 
 def shares(p_V: torch.Tensor, token: int) -> list[tuple[float, bool]]:
-    """By halving from the whole vocabulary down to the token: the lower half's share of the mass, and whether the token
+    """Halve from the complete vocabulary to the token: return the lower half's share of the mass, and whether the token
     is in the upper.
     """
     out, low, high = [], 0, 1 << (len(p_V) - 1).bit_length()
@@ -308,8 +308,8 @@ def test_rounding_seldom_changes_a_choice():
         u_NH = torch.rand(rows, HALVINGS, generator=generator, dtype=torch.float64)
         halved += (by_halving(p_NV, u_NH) != by_halving(other_NV, u_NH)).sum().item()
         cumulated = [(x / x.sum(-1, keepdim=True)).cumsum(-1) for x in (p_NV, other_NV)]
-        found = [torch.searchsorted(x, u_NH[:, :1].contiguous()) for x in cumulated]
-        by_cumulation += (found[0] != found[1]).sum().item()
+        outcomes = [torch.searchsorted(x, u_NH[:, :1].contiguous()) for x in cumulated]
+        by_cumulation += (outcomes[0] != outcomes[1]).sum().item()
     assert halved * 10 < by_cumulation, (halved, by_cumulation)
 
 
@@ -317,14 +317,16 @@ def test_tokens_of_one_place_are_chosen_with_the_same_numbers():
     """So a node at depth d of a tree is given the token that plain decoding would choose there."""
     p_NV = torch.rand(6, 12, generator=torch.Generator().manual_seed(0)).softmax(-1)
     sampler, again = Sampler(5), Sampler(5)
-    whole = [again.choose(p_NV, [place] * 6).tolist() for place in range(300)]
+    expected_tokens = [again.choose(p_NV, [place] * 6).tolist() for place in range(300)]
     places = [0, 1, 1, 2, 299, 2]
-    assert sampler.choose(p_NV, places).tolist() == [whole[place][row] for row, place in enumerate(places)]
-    assert whole[0] == Sampler(5).choose(p_NV, [0] * 6).tolist()
+    assert sampler.choose(p_NV, places).tolist() == [expected_tokens[place][row] for row, place in enumerate(places)]
+    assert expected_tokens[0] == Sampler(5).choose(p_NV, [0] * 6).tolist()
 
 
 def test_choices_coins_and_draws_have_their_probabilities_and_are_independent():
-    """Of one seed: two places' choices, a coin and a draw. The one test by chi-square; the rules are enumerated."""
+    """Check two places' choices, a coin and a draw of one seed. This is the one test by chi-square; the rules are
+    enumerated.
+    """
     seeds, p_V, quarter = 4000, torch.tensor([0.3, 0.0, 0.7]), torch.full((1, 4), 0.25)
     counts = torch.zeros(3, 3, 2, 4)
     for seed in range(seeds):

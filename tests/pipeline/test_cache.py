@@ -7,7 +7,7 @@ from pipeline.lm.cache import FIRST_CAPACITY, TreeCache
 
 
 class Model:
-    """What the cache should hold: one number an entry, the same in keys and values but for the sign."""
+    """A model of what the cache should hold: one number an entry, the same in keys and values except for the sign."""
 
     def __init__(self, cache: TreeCache, layers: int):
         self.cache, self.layers, self.entries, self.next = cache, layers, [], 1.0

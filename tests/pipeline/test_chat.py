@@ -104,7 +104,7 @@ def masked_runs(tokenizer, encoded) -> list[str]:
 
 
 def encode(tokenizer, messages, max_length) -> Encoded:
-    """Of a dialogue that is one sequence."""
+    """Encode a dialogue that is one sequence."""
     (only,) = chat.encode(tokenizer, messages, max_length)
     return only
 
@@ -172,8 +172,8 @@ def test_golden_masks_of_well_known_templates(template, before_first, runs, last
     assert masked_runs(tokenizer, encoded) == runs
     first = int(encoded.loss_mask.argmax())
     assert text_of(tokenizer, encoded.input_ids[:first]) == before_first
-    whole = text_of(tokenizer, encoded.input_ids)
-    assert whole.endswith(runs[-1] + last)
+    full_text = text_of(tokenizer, encoded.input_ids)
+    assert full_text.endswith(runs[-1] + last)
     assert encoded.loss_mask[len(encoded.loss_mask) - len(last) :].tolist() == [0] * len(last)
 
 
@@ -182,9 +182,9 @@ def test_what_is_asked_for_is_how_the_training_text_begins(template):
     """Prompts at evaluation are prefixes of the text that the draft was trained on."""
     tokenizer = tokenizer_with(template)
     encoded = encode(tokenizer, [SYSTEM, *TWO_TURNS], 1000)
-    asked = chat.prompt_ids(tokenizer, [SYSTEM, TWO_TURNS[0]])
-    assert encoded.input_ids[: len(asked)].tolist() == asked
-    assert encoded.loss_mask[: len(asked) + 1].tolist() == [0] * len(asked) + [1]
+    prompt_tokens = chat.prompt_ids(tokenizer, [SYSTEM, TWO_TURNS[0]])
+    assert encoded.input_ids[: len(prompt_tokens)].tolist() == prompt_tokens
+    assert encoded.loss_mask[: len(prompt_tokens) + 1].tolist() == [0] * len(prompt_tokens) + [1]
 
 
 NO_PROMPT = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}GO{% endif %}"
@@ -209,13 +209,16 @@ def test_a_mask_that_cannot_be_proven_is_a_reason(template, turns, reason):
 
 def test_where_earlier_answers_are_shown_otherwise_each_is_trained_as_the_last_one():
     tokenizer = tokenizer_with(REASONING)
-    one, other = chat.encode(tokenizer, TWO_TURNS, 1000)
-    asked = [chat.prompt_ids(tokenizer, TWO_TURNS[:turn]) for turn in (1, 3)]
-    for encoded, prompt, answer in ((one, asked[0], "I am\n\nAda."), (other, asked[1], "Yes — é😀")):
+    first_sequence, second_sequence = chat.encode(tokenizer, TWO_TURNS, 1000)
+    prompt_tokens = [chat.prompt_ids(tokenizer, TWO_TURNS[:turn]) for turn in (1, 3)]
+    for encoded, prompt, answer in (
+        (first_sequence, prompt_tokens[0], "I am\n\nAda."),
+        (second_sequence, prompt_tokens[1], "Yes — é😀"),
+    ):
         assert encoded.input_ids[: len(prompt)].tolist() == prompt
         assert masked_runs(tokenizer, encoded) == [f"<think></think>{answer}<|end|>"]
         assert encoded.loss_mask[: len(prompt) + 1].tolist() == [0] * len(prompt) + [1]
-    assert "<|assistant|>I am" in text_of(tokenizer, other.input_ids)
+    assert "<|assistant|>I am" in text_of(tokenizer, second_sequence.input_ids)
 
 
 def test_answers_share_a_sequence_as_far_as_they_are_shown_alike():
@@ -225,10 +228,10 @@ def test_answers_share_a_sequence_as_far_as_they_are_shown_alike():
         "m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     tokenizer = tokenizer_with(template)
-    one, other = chat.encode(tokenizer, [*TWO_TURNS, *TWO_TURNS], 1000)
-    assert masked_runs(tokenizer, one) == ["I am\n\nAda.<|end|>", "Yes — é😀<|end|>"]
-    assert masked_runs(tokenizer, other) == ["I am\n\nAda.<|end|>", "Yes — é😀<|end|>"]
-    assert text_of(tokenizer, other.input_ids).startswith("<|user|>LATE Hi, who?<|end|><|assistant|>I am")
+    first_sequence, second_sequence = chat.encode(tokenizer, [*TWO_TURNS, *TWO_TURNS], 1000)
+    assert masked_runs(tokenizer, first_sequence) == ["I am\n\nAda.<|end|>", "Yes — é😀<|end|>"]
+    assert masked_runs(tokenizer, second_sequence) == ["I am\n\nAda.<|end|>", "Yes — é😀<|end|>"]
+    assert text_of(tokenizer, second_sequence.input_ids).startswith("<|user|>LATE Hi, who?<|end|><|assistant|>I am")
 
 
 TRIMS = TEMPLATE.replace("{{ m.content }}", "{{ m.content | trim }}")
@@ -254,13 +257,15 @@ def test_markers_in_what_others_say_mark_nothing(template, text, role):
         messages = [{"role": "user", "content": text}, TWO_TURNS[1], {"role": "user", "content": text}, TWO_TURNS[3]]
     encoded = encode(tokenizer, messages, 1000)
     assert masked_runs(tokenizer, encoded) == ["I am\n\nAda.<|end|>", "Yes — é😀<|end|>"]
-    asked = chat.prompt_ids(tokenizer, messages[:-1])
-    assert encoded.input_ids[: len(asked)].tolist() == asked and encoded.loss_mask[len(asked)] == 1
+    prompt_tokens = chat.prompt_ids(tokenizer, messages[:-1])
+    assert (
+        encoded.input_ids[: len(prompt_tokens)].tolist() == prompt_tokens and encoded.loss_mask[len(prompt_tokens)] == 1
+    )
     assert (encoded.input_ids == tokenizer.convert_tokens_to_ids("<|end|>")).sum() > len(messages)
 
 
 def test_a_template_that_cuts_a_turn_at_a_marker_is_proven_or_refused():
-    """What it shows of a question then depends on nothing behind it; where it does, the dialogue is refused."""
+    """The shown part of a question then depends on nothing after it; otherwise the dialogue is refused."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE.replace("m.content", "m.content.split('<|end|>')[0] | trim")
     messages = [{"role": "user", "content": f"why? {FORGED}"}, TWO_TURNS[1]]
@@ -301,11 +306,13 @@ def test_the_marked_tokens_are_exactly_the_answers(exchanges, with_system):
     assert marked == "".join(f"{answer}<|end|>" for _, answer in exchanges)
 
 
-# -- what lies behind the cut ------------------------------------------------------------------------------------------
+# -- messages after the cut --------------------------------------------------------------------------------------------
 
 
 def encode_throughout(tokenizer, messages, max_length, last_only) -> list[tuple[list[int], list[int]]] | str:
-    """What `chat.encode` is to give, or its reason: every answer is proven, every text is tokenized whole."""
+    """Return the expected result of `chat.encode`, or its reason: every answer is proven, every text is tokenized
+    completely.
+    """
 
     def width(text: str) -> int:
         return len(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -332,8 +339,8 @@ def encode_throughout(tokenizer, messages, max_length, last_only) -> list[tuple[
 
 def encode_or_reason(tokenizer, messages, max_length, last_only) -> list[tuple[list[int], list[int]]] | str:
     try:
-        found = chat.encode(tokenizer, messages, max_length, last_only=last_only)
-        return [(encoded.input_ids.tolist(), encoded.loss_mask.tolist()) for encoded in found]
+        sequences = chat.encode(tokenizer, messages, max_length, last_only=last_only)
+        return [(encoded.input_ids.tolist(), encoded.loss_mask.tolist()) for encoded in sequences]
     except Unusable as reason:
         return str(reason)
 
@@ -371,7 +378,9 @@ def random_talk(seed: int) -> list[dict]:
 
 
 def trained_tokenizer(kind: str):
-    """With merges inside of words, over the whole text as SentencePiece's, or of the likeliest pieces."""
+    """Train a tokenizer with merges inside words, over the complete text as SentencePiece's, or of the likeliest
+    pieces.
+    """
     if kind == "bytes":
         return tokenizer_with("")
     model, trainer = {
@@ -395,16 +404,16 @@ def trained_tokenizer(kind: str):
 
 @pytest.mark.parametrize("kind", ["bytes", "byte-level", "whole text", "unigram"])
 def test_what_is_cut_is_what_a_proof_of_every_answer_gives(kind):
-    """Of each template, whether it shows all prompts alike, drops thoughts, or begins no two alike."""
+    """Check each template, whether it shows all prompts alike, drops thoughts, or begins no two alike."""
     tokenizer, outcomes = trained_tokenizer(kind), set()
     for number, template in enumerate(HISTORIES):
         tokenizer.chat_template = template
         for seed in range(4):
             messages, limit = random_talk(97 * number + seed), [64, 300, 900, 64][seed]
             for last_only in (False, True) if seed == 3 else (False,):
-                wanted = encode_throughout(tokenizer, messages, limit, last_only)
-                assert encode_or_reason(tokenizer, messages, limit, last_only) == wanted, (template, seed, last_only)
-                outcomes.add(min(len(wanted), 2) if isinstance(wanted, list) else wanted)
+                required = encode_throughout(tokenizer, messages, limit, last_only)
+                assert encode_or_reason(tokenizer, messages, limit, last_only) == required, (template, seed, last_only)
+                outcomes.add(min(len(required), 2) if isinstance(required, list) else required)
     assert {1, 2, "no_assistant_token"} <= outcomes
 
 
@@ -439,8 +448,8 @@ def test_what_is_behind_the_cut_costs_two_renderings(template):
         tokenizer = Counted(tokenizer_with(template))
         chat.encode(tokenizer, exchanges(count), 256)
         spent.append((tokenizer.turns, tokenizer.characters))
-    (few, short), (many, long) = spent
-    assert many - few <= 2 * 2 * 1500 and long == short
+    (few, short), (many_turns, long) = spent
+    assert many_turns - few <= 2 * 2 * 1500 and long == short
 
 
 def test_a_long_text_is_tokenized_as_far_as_it_is_read():
@@ -459,8 +468,8 @@ def test_an_answer_behind_the_cut_is_proven_if_it_is_the_last():
     tokenizer = tokenizer_with(odd)
     messages = exchanges(60)
     for turn, fate in ((0, "template_not_prefix_stable"), (80, None), (118, "template_not_prefix_stable")):
-        asked = [*messages[:turn], messages[turn] | {"content": "odd"}, *messages[turn + 1 :]]
-        got = encode_or_reason(tokenizer, asked, 64, False)
+        changed_messages = [*messages[:turn], messages[turn] | {"content": "odd"}, *messages[turn + 1 :]]
+        got = encode_or_reason(tokenizer, changed_messages, 64, False)
         assert got == (fate or encode_or_reason(tokenizer, messages, 64, False))
 
 
@@ -469,7 +478,7 @@ def test_the_work_of_one_record_is_bounded(monkeypatch):
     messages = exchanges(60)
     with chat.bounded_work(), pytest.raises(Unusable, match=r"^too_long_to_render$"):
         chat.encode(byte_tokenizer(), messages, None)
-    for _ in range(5):  # each record begins anew
+    for _ in range(5):  # each record starts at zero
         with chat.bounded_work():
             chat.encode(byte_tokenizer(), messages[:8], None)
     assert len(chat.prompt_ids(byte_tokenizer(), messages[:-1] * 20)) > 10_000  # no record

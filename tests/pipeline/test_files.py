@@ -235,15 +235,15 @@ def test_sealed_lines_come_back_and_none_can_be_changed_added_or_lost(tmp_path):
         "line 2": b"".join([lines[0], b"\n", *lines[2:], closing]),
         "line 3": b"".join([*lines[:2], lines[2].replace(b"number", b"n\xffmber"), *lines[3:], closing]),
     }
-    for place, other in damaged.items():
-        path.write_bytes(other)
+    for place, damaged_bytes in damaged.items():
+        path.write_bytes(damaged_bytes)
         with pytest.raises(PipelineError, match=f"was changed or damaged .*: {place} is .*Do this"):
             read_sealed_lines(path, "Do this")
     lost = [content[:end] for end in range(len(content))]  # cut anywhere, at a line's end or emptied
     lost += [b"".join([*lines[:at], *lines[at + 1 :], closing]) for at in range(5)]
     lost += [content + lines[0], content + closing, b"".join([lines[1], lines[0], *lines[2:], closing])]
-    for other in lost:
-        path.write_bytes(other)
+    for damaged_bytes in lost:
+        path.write_bytes(damaged_bytes)
         with pytest.raises(PipelineError, match=r"was changed or damaged .*: its last line is .*Do this"):
             read_sealed_lines(path, "Do this")
 

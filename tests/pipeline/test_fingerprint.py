@@ -42,11 +42,11 @@ def test_it_is_that_of_every_byte_of_the_weights_wherever_they_are(tiny_target, 
 @pytest.fixture
 def counted(monkeypatch, tmp_path) -> list[Path]:
     """The files that were read, with sums kept for small ones, too, and every file old enough."""
-    read, compute = [], module._computed
+    read, compute = [], module._compute_sha256
     monkeypatch.setenv("JAKIRO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "KEPT_FROM", 0)
     monkeypatch.setattr("pipeline.basics.files.SETTLED", -1e9)
-    monkeypatch.setattr(module, "_computed", lambda path, quiet: read.append(path) or compute(path, quiet))
+    monkeypatch.setattr(module, "_compute_sha256", lambda path, quiet: read.append(path) or compute(path, quiet))
     return read
 
 
@@ -103,10 +103,10 @@ def test_a_cache_folder_that_cannot_be_made_costs_time_only(counted, monkeypatch
     "model", ["{}/absent", "./absent", "../absent/model", "~/absent-target", "absent", "a/b/c", "http://x/y"]
 )
 def test_a_folder_that_is_not_there_is_said_so_and_the_hub_is_not_asked(monkeypatch, tmp_path, model):
-    def asked(*arguments, **_):
+    def from_pretrained(*arguments, **_):
         raise AssertionError(arguments)
 
-    monkeypatch.setattr("pipeline.lm.model.AutoConfig.from_pretrained", asked)
+    monkeypatch.setattr("pipeline.lm.model.AutoConfig.from_pretrained", from_pretrained)
     with pytest.raises(PipelineError, match=r"does not exist: expected a folder .* or OWNER/NAME of the Hub"):
         load_config(TargetConfig(model=model.format(tmp_path)))
 

@@ -1,4 +1,6 @@
-"""Speculative decoding beside plain decoding on the tiny target: same tokens, same distribution, honest counts."""
+"""Speculative decoding compared with plain decoding on the tiny target: same tokens, same distribution, honest
+counts.
+"""
 
 from types import SimpleNamespace
 
@@ -93,7 +95,7 @@ def test_the_repetition_penalty_is_every_nodes_own(loaded_target, text, taught_d
     sampling = Sampling(30, NEVER, repetition_penalty=1.4)
     want = plain(loaded_target, prompt, sampling).tokens
     assert want != plain(loaded_target, prompt, Sampling(30, NEVER)).tokens
-    theirs = loaded_target.model.generate(
+    transformers_ids = loaded_target.model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         do_sample=False,
@@ -101,7 +103,7 @@ def test_the_repetition_penalty_is_every_nodes_own(loaded_target, text, taught_d
         repetition_penalty=1.4,
         pad_token_id=0,
     )[0, len(prompt) :].tolist()
-    assert want[: len(theirs)] == theirs
+    assert want[: len(transformers_ids)] == transformers_ids
     assert speculative(loaded_target, draft, prompt, sampling).tokens == want
 
 
@@ -129,7 +131,7 @@ def test_a_round_reuses_every_accepted_tokens_keys_and_values(loaded_target, tex
 
 
 def test_a_compiled_target_decodes_the_same_answers(tiny_target, loaded_target, embed_head):
-    """With drafts of other layers one after the other; on a CPU the compiler's front end alone."""
+    """Use drafts of other layers one after the other; on a CPU only the compiler's front end runs."""
     compiled = Target(TargetConfig(model=str(tiny_target), device="cpu"), "float32")
     compiled.compile(backend="eager")
     deep, prompt = TREES["deep"], prompt_of(1)
@@ -181,9 +183,9 @@ class Oracle:
         return SimpleNamespace(verified=0)
 
     def _logits(self, position, depth):
-        known = self.sequence[position] if position < len(self.sequence) else 0
+        token = self.sequence[position] if position < len(self.sequence) else 0
         logits = torch.linspace(0, 1, self.vocabulary)
-        logits[known] = 40.0 if self.right(position, depth) else -1e9
+        logits[token] = 40.0 if self.right(position, depth) else -1e9
         return logits
 
     def _output(self, width, position, depth, request):
@@ -316,7 +318,7 @@ def test_every_nodes_states_are_a_plain_forwards_of_its_path_whatever_was_accept
 def test_the_loop_feeds_the_draft_true_states_beside_the_tokens_after_them(
     loaded_target, text, taught_drafts, variant, monkeypatch
 ):
-    """Everything that `start` was given over a whole answer: plain decoding's states of t_i, beside t_{i+1}."""
+    """Everything that `start` was given over a whole answer: plain decoding's states of t_i, with t_{i+1}."""
     prompt, draft, fed = text[0], taught_drafts[variant], []
     start = draft.start
 
@@ -335,7 +337,7 @@ def test_the_loop_feeds_the_draft_true_states_beside_the_tokens_after_them(
 
 
 def test_answers_that_share_the_prompts_forward_are_those_that_do_not(loaded_target, embed_head):
-    """One after the other, of methods that want different states of the target, each with its own room."""
+    """One after the other, of methods that require different states of the target, each with its own room."""
     prompt, sampling = prompt_of(1), Sampling(24, NEVER)
     methods = [
         grown(make_draft(loaded_target, embed_head, VARIANTS[name]), depth=3, top_k=3, nodes=8)

@@ -18,9 +18,9 @@ def filled(path, key="key") -> Journal:
 def test_outcomes_come_back_and_the_newest_counts(tmp_path):
     journal = filled(tmp_path / "j")
     journal.add(TASKS[0], {"checked": 1})
-    for found in (journal, Journal(tmp_path / "j", "key")):
-        assert list(found) == TASKS and TASKS[1] in found and ("set", "q9", 0.0) not in found
-        assert found[TASKS[0]] == {"checked": 1} and found[TASKS[3]] == {"checked": 10, "text": "é\n\u2028"}
+    for opened in (journal, Journal(tmp_path / "j", "key")):
+        assert list(opened) == TASKS and TASKS[1] in opened and ("set", "q9", 0.0) not in opened
+        assert opened[TASKS[0]] == {"checked": 1} and opened[TASKS[3]] == {"checked": 10, "text": "é\n\u2028"}
     assert list(Journal(tmp_path / "empty", "key")) == []
 
 
@@ -32,24 +32,24 @@ def test_a_changed_line_does_not_count_and_is_told(tmp_path, caplog):
         again = Journal(tmp_path / "j", "key")
     assert list(again) == [TASKS[number] for number in (0, 2, 3)]
     (warning,) = caplog.messages  # said once
-    assert warning == f"{tmp_path / 'j'}: line 2 is damaged and removed: what it held is done again"
+    assert warning == f"{tmp_path / 'j'}: line 2 is damaged and removed: its task is repeated"
     assert (tmp_path / "j").read_text().splitlines() == [before[number] for number in (0, 2, 3)]
     assert [again[task]["checked"] for task in again] == [7, 9, 10]  # each at its new place
 
 
 def test_a_torn_last_line_is_dropped_without_a_word(tmp_path, caplog):
     filled(tmp_path / "j")
-    whole = (tmp_path / "j").read_bytes()
-    (tmp_path / "j").write_bytes(whole[:-30])
+    content = (tmp_path / "j").read_bytes()
+    (tmp_path / "j").write_bytes(content[:-30])
     again = Journal(tmp_path / "j", "key")
     assert list(again) == TASKS[:3] and not caplog.text
     again.add(TASKS[3], {"checked": 10, "text": "é\n\u2028"})
-    assert (tmp_path / "j").read_bytes() == whole
+    assert (tmp_path / "j").read_bytes() == content
 
 
 def test_lines_of_another_key_stay_and_do_not_count(tmp_path, caplog):
     filled(tmp_path / "j")
-    whole = (tmp_path / "j").read_bytes()
-    assert list(Journal(tmp_path / "j", "other")) == [] and (tmp_path / "j").read_bytes() == whole
+    content = (tmp_path / "j").read_bytes()
+    assert list(Journal(tmp_path / "j", "other")) == [] and (tmp_path / "j").read_bytes() == content
     flip(tmp_path / "j", 3)
     assert list(Journal(tmp_path / "j", "other")) == [] and "line 1 is damaged" in caplog.text

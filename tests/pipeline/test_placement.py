@@ -1,4 +1,4 @@
-"""How a target's weights come to a device, and how exactly its head has to be its logits there: the logic, on a CPU."""
+"""Placing a target's weights on a device, and the required precision of its head there: the logic, on a CPU."""
 
 import pytest
 import torch
@@ -27,17 +27,17 @@ def gpus(monkeypatch):
 )
 def test_transformers_is_told_where_weights_go(tiny_target, gpus, monkeypatch, device, expected):
     """Loaded on the CPU and moved, eight workers would need eight copies in the host's memory."""
-    config, asked = TargetConfig(model=str(tiny_target), device=device), {}
+    config, requested = TargetConfig(model=str(tiny_target), device=device), {}
     assert placement(config) == expected
 
     def stop(_, **options):
-        asked.update(options)
+        requested.update(options)
         raise OSError("far enough")
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", stop)
     with pytest.raises(PipelineError, match="far enough"):
         Target(config, "bfloat16")
-    assert {key: value for key, value in asked.items() if key == "device_map"} == expected
+    assert {key: value for key, value in requested.items() if key == "device_map"} == expected
 
 
 def test_without_a_gpu_nothing_is_placed(tiny_target):
@@ -100,7 +100,7 @@ class Moved(torch.nn.Module):
 
 @pytest.mark.parametrize(("dtype", "below", "above"), [("float32", 0.0, 1e-4), ("bfloat16", 0.9, 1.1)])
 def test_a_head_that_is_off_by_more_than_rounding_is_refused(tiny_target, dtype, below, above):
-    """In float32 on a CPU exactly; else in units of what is allowed."""
+    """The bound is exact in float32 on a CPU, and otherwise in units of the allowed rounding."""
     target = Target(TargetConfig(model=str(tiny_target), device="cpu"), dtype)
     with torch.inference_mode():
         largest = target.head(target.capture(torch.arange(8)[None])).abs().max().item()

@@ -1,4 +1,4 @@
-"""How far work is: what people read of it and what is recorded, on a clock that the test holds."""
+"""The progress of work, as people read it and as it is recorded, on a clock that the test controls."""
 
 import fcntl
 import io
@@ -18,9 +18,9 @@ from pipeline.basics.progress import EVERY, IDLE, Progress, Screen, duration, ev
 @pytest.fixture
 def clock(monkeypatch) -> SimpleNamespace:
     """`now` may be set."""
-    found = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(progress, "time", SimpleNamespace(time=lambda: found.now, monotonic=lambda: found.now))
-    return found
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now))
+    return clock
 
 
 @pytest.fixture
@@ -34,8 +34,8 @@ def test_a_line_says_progress_speed_and_what_is_left(clock):
     with Progress("train eagle", 66, "steps") as shown:
         clock.now = 8.7
         shown.advance(6, loss="2.140")
-    said = "train eagle: 6 of 66 steps (9%), 0.69 steps/s, about 87 s left, loss 2.140"
-    assert shown.event.line() == shown.event.line("train") == said and shown.event.line("eval") == f"eval: {said}"
+    text = "train eagle: 6 of 66 steps (9%), 0.69 steps/s, about 87 s left, loss 2.140"
+    assert shown.event.line() == shown.event.line("train") == text and shown.event.line("eval") == f"eval: {text}"
     clock.now += IDLE  # the part in work has its share of what is left
     idle = "train eagle: 6 of 66 steps (9%), 0.69 steps/s, about 27 s left, loss 2.140, nothing new for 60 s"
     assert shown.event.line() == idle
@@ -52,7 +52,7 @@ def test_loading_is_no_part_of_the_works_time(clock):
         assert shown.event.line() == (
             "dump: 200 of 1,000 tokens (20%), 10 tokens/s, about 75 s left, now shard train-1"
         )
-        shown.reach(150)  # a worker that is lost begins anew: what is done never falls
+        shown.reach(150)  # after a worker failure its part begins again: the finished work never falls
         assert shown.event.done == 200 and shown.event.in_work == 50
 
 
@@ -95,20 +95,20 @@ def test_on_a_terminal_a_line_stands_in_its_place_and_is_as_long_as_that_is_wide
         screen.say("a [line]")
         screen.show(None, "train")
         screen.close()
-        said = b""
+        text = b""
         while select.select([control], [], [], 0)[0]:
-            said += os.read(control, 4096)
-    lines = [line.strip() for line in said.decode().replace("\r", "\n").splitlines() if line.strip()]
+            text += os.read(control, 4096)
+    lines = [line.strip() for line in text.decode().replace("\r", "\n").splitlines() if line.strip()]
     assert lines[0] == "eval: decode: 500 of 1,000 tokens"[:33] and lines.count("a [line]") == 1
-    assert lines[-1] == "train: no progress to report yet" and said.endswith(b"\r")
+    assert lines[-1] == "train: no progress to report yet" and text.endswith(b"\r")
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "text"),
     [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (5400, "1.5 h"), (90_000, "25.0 h")],
 )
-def test_durations(seconds, said):
-    assert duration(seconds) == said
+def test_durations(seconds, text):
+    assert duration(seconds) == text
 
 
 # -- what is recorded ------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from tests.pipeline.taught import NEVER, VARIANTS, grown, make_draft, taught
 
 @pytest.fixture(scope="module")
 def half_taught(loaded_target, embed_head, text):
-    """By name of a variant: a draft that knows some of the text."""
+    """Return drafts that know some of the text, by the name of their variant."""
 
     class Taught(dict):
         def __missing__(self, name):

@@ -46,7 +46,7 @@ ENUMERATED = {
 def test_the_first_two_sampled_tokens_have_exactly_the_targets_distribution(
     loaded_target, text, taught_drafts, monkeypatch, method
 ):
-    """Of whole answers, over every draw, decision and choice in turn."""
+    """Enumerate complete answers, over every draw, decision and choice in turn."""
     prompt, accepted = text[0], 0.0
     sampling = Sampling(2, NEVER, temperature=1.0, top_k=3)
     expected = joint_of_two(loaded_target, prompt, sampling)
@@ -59,11 +59,11 @@ def test_the_first_two_sampled_tokens_have_exactly_the_targets_distribution(
             return plain(loaded_target, prompt, sampling)
         return speculative(loaded_target, taught_method, prompt, sampling)
 
-    found = dict.fromkeys(expected, 0.0)
+    joint = dict.fromkeys(expected, 0.0)
     for got, weight in every_outcome(answer):
-        found[tuple(got.tokens)] += weight
+        joint[tuple(got.tokens)] += weight
         accepted += weight * (len(got.acceptance.accepted) > 1)
-    assert found == pytest.approx(expected, abs=1e-5)
+    assert joint == pytest.approx(expected, abs=1e-5)
     assert method == "plain" or 0.01 < accepted < 0.99  # both ways of emitting the second token take part
 
 
@@ -72,8 +72,8 @@ def wrong_rule(flaw):
         p_V = p_NV[0].double()
         for child in tree.children()[0]:
             token = tree.tokens[child]
-            kept = flaw == "always accepts"
-            if kept or randomness.accept(min(1.0, (p_V[token] / tree.proposals[child][token]).item())):
+            accepted = flaw == "always accepts"
+            if accepted or randomness.accept(min(1.0, (p_V[token] / tree.proposals[child][token]).item())):
                 return [child], int(randomness.draw_rows(p_NV[child][None])[0])
             p_V = p_V.index_fill(0, torch.tensor([token]), 0.0)
             p_V = p_V / p_V.sum()

@@ -105,7 +105,7 @@ def test_it_gives_no_states_and_what_is_no_server_is_named(tiny_recipe, served):
         open_source(with_server(tiny_recipe, "http://me:secret@127.0.0.1:1").target)
     with pytest.raises(PipelineError, match=r"cannot be read: ConnectError.*8 tries"):
         open_source(with_server(tiny_recipe, "http://127.0.0.1:1").target)
-    with pytest.raises(ValueError, match="wants engine_url"):
+    with pytest.raises(ValueError, match="requires engine_url"):
         TargetConfig(model="m", engine="server")
-    with pytest.raises(ValueError, match="engine_url is none of engine='vllm'"):
+    with pytest.raises(ValueError, match="engine_url does not apply to engine='vllm'"):
         TargetConfig(model="m", engine="vllm", engine_python="p", engine_url="u")

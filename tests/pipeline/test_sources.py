@@ -23,22 +23,22 @@ LEFT = Pool([5, 6, 7], [0, 1, 0], [-0.1, -0.4, -2.0])
 RIGHT = Pool([5, 9, 7], [0, 1, 0], [2.0, 2.0, 1.0])
 
 
-def tree_of(found, nodes):
-    return paths_of(found.tree(1, nodes, torch.device("cpu")))[1:]
+def tree_of(merged, nodes):
+    return paths_of(merged.tree(1, nodes, torch.device("cpu")))[1:]
 
 
 def test_the_same_token_below_the_same_node_is_one_node():
-    found = merge([(LEFT, [0.8, 0.5, 0.1]), (RIGHT, [0.5, 0.4, 0.3])])
-    assert found.tokens == [5, 6, 7, 9] and found.parents == [0, 1, 0, 1]
-    assert found.probabilities == pytest.approx([1 - 0.2 * 0.5, 0.5, 1 - 0.9 * 0.7, 0.4])
-    assert tree_of(found, 5) == [(5,), (5, 6), (5, 9), (7,)]
-    assert tree_of(found, 3) == [(5,), (5, 6)]
+    merged = merge([(LEFT, [0.8, 0.5, 0.1]), (RIGHT, [0.5, 0.4, 0.3])])
+    assert merged.tokens == [5, 6, 7, 9] and merged.parents == [0, 1, 0, 1]
+    assert merged.probabilities == pytest.approx([1 - 0.2 * 0.5, 0.5, 1 - 0.9 * 0.7, 0.4])
+    assert tree_of(merged, 5) == [(5,), (5, 6), (5, 9), (7,)]
+    assert tree_of(merged, 3) == [(5,), (5, 6)]
 
 
 def test_no_node_is_likelier_than_its_parent():
-    found = merge([(LEFT, [0.3, 0.9, 0.5])])
-    assert found.probabilities == [0.3, 0.3, 0.5]
-    assert tree_of(found, 3) == [(7,), (5,)]
+    merged = merge([(LEFT, [0.3, 0.9, 0.5])])
+    assert merged.probabilities == [0.3, 0.3, 0.5]
+    assert tree_of(merged, 3) == [(7,), (5,)]
 
 
 pools = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 6), st.floats(0, 1)), max_size=7).map(
@@ -48,25 +48,25 @@ pools = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 6), st.floats(0, 1)
 
 def unique(rows):
     """A pool in which no parent has a token twice."""
-    seen, number, out = set(), {0: 0}, []
+    paths, number, out = set(), {0: 0}, []
     for place, (token, parent, chance) in enumerate(rows, start=1):
-        if parent in number and (number[parent], token) not in seen:
-            seen.add((number[parent], token))
+        if parent in number and (number[parent], token) not in paths:
+            paths.add((number[parent], token))
             out.append((token, number[parent], chance))
             number[place] = len(out)
     return Pool([t for t, _, _ in out], [p for _, p, _ in out], [c for _, _, c in out])
 
 
 @given(pools, pools, st.integers(2, 12))
-def test_any_first_part_of_the_order_is_a_tree_and_ranks_say_what_it_holds(one, other, nodes):
-    one, other = unique(one), unique(other)
-    found = merge([(one, one.scores), (other, other.scores)])
-    tree = found.tree(99, nodes, torch.device("cpu"))
+def test_any_first_part_of_the_order_is_a_tree_and_ranks_say_what_it_holds(first, second, nodes):
+    first, second = unique(first), unique(second)
+    merged = merge([(first, first.scores), (second, second.scores)])
+    tree = merged.tree(99, nodes, torch.device("cpu"))
     paths = paths_of(tree)
-    assert len(set(paths)) == len(paths) == min(nodes, len(found.tokens) + 1)
-    everything = paths_of(found.tree(99, 99, torch.device("cpu")))
+    assert len(set(paths)) == len(paths) == min(nodes, len(merged.tokens) + 1)
+    everything = paths_of(merged.tree(99, 99, torch.device("cpu")))
     for path in everything[1:]:
-        ranks = found.ranks([*path, 7])
+        ranks = merged.ranks([*path, 7])
         assert len(ranks) == len(path)
         assert sum(rank < nodes - 1 for rank in ranks) == sum(
             path[:depth] in paths for depth in range(1, len(path) + 1)
@@ -148,7 +148,7 @@ def test_more_nodes_than_all_sources_propose_are_refused(loaded_target, drafts):
 
 
 @pytest.mark.parametrize(
-    ("method", "beside", "said"),
+    ("method", "secondary", "message"),
     [
         # What a draft is trained, saved and shown with is its own.
         ("jakiro", '{secondary=["prompt-lookup"]}', "jakiro: a draft of that name stands alone"),
@@ -167,7 +167,7 @@ def test_more_nodes_than_all_sources_propose_are_refused(loaded_target, drafts):
         ("both", '{draft="jakiro", secondary=["prompt-lookup"], tree={paths="eagle-1"}}', "no ranks for a static tree"),
     ],
 )
-def test_what_cannot_stand_beside_a_draft_is_refused(tiny_recipe, tmp_path, method, beside, said):
+def test_what_cannot_stand_beside_a_draft_is_refused(tiny_recipe, tmp_path, method, secondary, message):
     recipe = write_recipe(tiny_recipe.model_dump(mode="json"), tmp_path / "recipe")
-    with pytest.raises(PipelineError, match=said):
-        load_recipe(recipe, ['draft.prompt-lookup={kind="prompt-lookup"}', f"eval.methods.{method}={beside}"])
+    with pytest.raises(PipelineError, match=message):
+        load_recipe(recipe, ['draft.prompt-lookup={kind="prompt-lookup"}', f"eval.methods.{method}={secondary}"])

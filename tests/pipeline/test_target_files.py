@@ -60,7 +60,7 @@ def test_a_head_that_the_files_name_otherwise_is_found(tmp_path):
 
 
 def set_head(folder: Path, head: Callable[[torch.Tensor], torch.Tensor] | None, **config: bool) -> None:
-    """Gives the files this head, made of the embedding, or none, and the configuration such settings."""
+    """Give the files this head, made of the embedding, or none, and the configuration these settings."""
     weights = load_file(folder / "model.safetensors")
     place = next(name for name in weights if name.endswith("embed_tokens.weight"))
     name = "language_model.lm_head.weight" if place.startswith("language_model.") else "lm_head.weight"
@@ -75,13 +75,15 @@ def set_head(folder: Path, head: Callable[[torch.Tensor], torch.Tensor] | None, 
 
 
 @pytest.mark.parametrize("family", ["llama-3.1", "gemma", "gemma-3 with images"])
-@pytest.mark.parametrize("says", [True, False], ids=["says tied", "says untied"])
-@pytest.mark.parametrize("other", [True, False], ids=["another head", "the embedding as head"])
-def test_the_head_of_the_files_is_the_head_whatever_the_configuration_says(tmp_path, family, says, other):
+@pytest.mark.parametrize("tied", [True, False], ids=["says tied", "says untied"])
+@pytest.mark.parametrize("separate_head", [True, False], ids=["another head", "the embedding as head"])
+def test_the_head_of_the_files_is_the_head_whatever_the_configuration_says(tmp_path, family, tied, separate_head):
     config = save_with_images(tmp_path) if "images" in family else save(tmp_path, family)
-    set_head(tmp_path, lambda embedding: embedding.flip(0) if other else embedding.clone(), tie_word_embeddings=says)
+    set_head(
+        tmp_path, lambda embedding: embedding.flip(0) if separate_head else embedding.clone(), tie_word_embeddings=tied
+    )
     target = require_embed_head(config)
-    assert torch.equal(target.head.linear.weight, target.embedding_VD.flip(0) if other else target.embedding_VD)
+    assert torch.equal(target.head.linear.weight, target.embedding_VD.flip(0) if separate_head else target.embedding_VD)
 
 
 @pytest.mark.parametrize("family", ["llama-3.1", "gemma"])
@@ -96,7 +98,7 @@ def test_a_head_that_is_in_no_file_is_never_a_random_one(tmp_path, family):
         lambda config: Target(config, "float32"),
         lambda config: load_reader(config, CPU, FLOAT),
     ):
-        with pytest.raises(PipelineError, match=r"hold no lm_head\.weight.*tie_word_embeddings says"):
+        with pytest.raises(PipelineError, match=r"hold no lm_head\.weight.*tie_word_embeddings tells"):
             load(config)
 
 
@@ -114,9 +116,9 @@ def quantised(tmp_path):
         meant[name] = (pairs * 2.0 ** (SCALE - 127)).reshape(count, out, wide).transpose(1, 2)
     stored = {name: value.bfloat16() if value.is_floating_point() else value for name, value in weights.items()}
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    unquantised = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     raw = json.loads((tmp_path / "config.json").read_text())
-    raw["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    raw["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": unquantised}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     return config, meant
 

@@ -32,14 +32,14 @@ def test_tau_is_tokens_per_pass_and_rates_are_conditional(each, tau, rates):
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_merging_counts_is_counting_everything(turned):
-    one, two = passes((0, 1), (3, 4)), passes((1, 2), (1, 2), (5, 6))
-    first, second = (two, one) if turned else (one, two)
+    counts, two = passes((0, 1), (3, 4)), passes((1, 2), (1, 2), (5, 6))
+    first, second = (two, counts) if turned else (counts, two)
     first.merge(second)
     assert first == passes((0, 1), (3, 4), (1, 2), (1, 2), (5, 6))
 
 
 def released_script(new_tokens: list[list[int]], idxs: list[list[int]]) -> float:
-    """As the released evaluation adds up its records: `idxs` are the numbers of the last passes, counted from 0."""
+    """Add up records as the released evaluation does: `idxs` are the numbers of the last passes, counted from 0."""
     both = zip(new_tokens, idxs, strict=True)
     return sum(0 if sum(idx) == 0 else sum(new) / sum(idx) for new, idx in both) / len(new_tokens)
 

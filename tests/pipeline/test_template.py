@@ -27,7 +27,7 @@ from tests.templates import GPT_OSS, LLAMA_3_2, QWEN_3, QWEN_3_THINKING, SMOLLM_
 QUESTION = [{"role": "user", "content": "Which day is it?"}]
 
 
-def asked(tokenizer) -> str:
+def render_question(tokenizer) -> str:
     return render(tokenizer, QUESTION, True)
 
 
@@ -59,34 +59,34 @@ def test_rendering_ids_and_fingerprint_do_not_read_the_clock(template, today, re
     before = settled(template)
     ids, mark = prompt_ids(before, QUESTION), template_fingerprint(before)
     request.getfixturevalue("later")
-    assert "2101" in asked(unsettled(template))  # as it was
+    assert "2101" in render_question(unsettled(template))  # as it was
     tokenizer = settled(template)
-    assert today in asked(tokenizer) and "2101" not in asked(tokenizer)
+    assert today in render_question(tokenizer) and "2101" not in render_question(tokenizer)
     assert (prompt_ids(tokenizer, QUESTION), template_fingerprint(tokenizer)) == (ids, mark)
 
 
 def test_the_recipe_may_set_the_date():
     tokenizer = settled(SMOLLM_3, template_date=date(2025, 7, 8))
-    assert "Today Date: 08 July 2025\n" in asked(tokenizer)
+    assert "Today Date: 08 July 2025\n" in render_question(tokenizer)
     assert template_fingerprint(tokenizer) != template_fingerprint(settled(SMOLLM_3))
-    assert "1 Jan 2000" in asked(settled(LLAMA_3_2, date_string="1 Jan 2000"))
+    assert "1 Jan 2000" in render_question(settled(LLAMA_3_2, date_string="1 Jan 2000"))
 
 
 def test_every_way_to_write_a_date_is_strftimes():
     written = "%a %A %b %B %d %-d %e %F %j %m %-m %y %Y|%H:%M:%S %I %p|%%d|%u %U %V %w"
     tokenizer = tokenizer_with("{{ strftime_now('" + written + "') }}")
     apply_settings(tokenizer, TargetConfig(model="m", template_date=date(2031, 2, 3)))
-    assert asked(tokenizer) == datetime(2031, 2, 3).strftime(written)
+    assert render_question(tokenizer) == datetime(2031, 2, 3).strftime(written)
 
 
 @pytest.mark.parametrize(
     "begin", ["", "\n", "  ", "\n  {% if true %}x{% endif %}\n", "  {%- if true %}x{% endif %}", "{# c #}\n "]
 )
 def test_nothing_else_of_a_template_changes(begin):
-    plain, given = (tokenizer_with(begin + "{{ word }}{{ strftime_now('%Y') }}\n") for _ in range(2))
-    apply_settings(given, TargetConfig(model="m", template_keywords={"word": "w"}))
+    plain, with_keyword = (tokenizer_with(begin + "{{ word }}{{ strftime_now('%Y') }}\n") for _ in range(2))
+    apply_settings(with_keyword, TargetConfig(model="m", template_keywords={"word": "w"}))
     once = plain.apply_chat_template(QUESTION, tokenize=False, word="w")
-    assert asked(given) == once.replace(str(datetime.now().year), "2024")
+    assert render_question(with_keyword) == once.replace(str(datetime.now().year), "2024")
 
 
 def test_a_template_without_date_and_keywords_stays_as_it_is():
@@ -98,10 +98,12 @@ def test_a_template_without_date_and_keywords_stays_as_it_is():
 
 
 def test_keywords_are_the_templates():
-    assert asked(settled(QWEN_3)).endswith("assistant\n")
-    assert asked(settled(QWEN_3, enable_thinking=False)).endswith("assistant\n<think>\n\n</think>\n\n")
-    assert "Reasoning: high\n" in asked(settled(GPT_OSS, reasoning_effort="high"))
-    assert asked(settled(GPT_OSS, model_identity="You are I.")).startswith("<|start|>system<|message|>You are I.\n")
+    assert render_question(settled(QWEN_3)).endswith("assistant\n")
+    assert render_question(settled(QWEN_3, enable_thinking=False)).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert "Reasoning: high\n" in render_question(settled(GPT_OSS, reasoning_effort="high"))
+    assert render_question(settled(GPT_OSS, model_identity="You are I.")).startswith(
+        "<|start|>system<|message|>You are I.\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,16 +114,18 @@ def test_keywords_are_the_templates():
 def test_any_value_arrives_as_it_is(value):
     tokenizer = tokenizer_with("{{ word | tojson }}")
     apply_settings(tokenizer, TargetConfig(model="m", template_keywords={"word": value}))
-    assert json.loads(asked(tokenizer)) == value and type(json.loads(asked(tokenizer))) is type(value)
+    assert json.loads(render_question(tokenizer)) == value and type(json.loads(render_question(tokenizer))) is type(
+        value
+    )
 
 
 @pytest.mark.parametrize("name", ["enable_thinkin", "messages", "add_generation_prompt", "strftime_now", "bos_token"])
 def test_a_keyword_that_the_template_does_not_know_is_refused_with_those_it_knows(name):
-    said = (
+    message = (
         rf"target.template_keywords.{name}: the chat template of some/model has no such keyword; "
         r"it knows enable_thinking, python_tools, xml_tools$"
     )
-    with pytest.raises(PipelineError, match=said):
+    with pytest.raises(PipelineError, match=message):
         settled(SMOLLM_3, **{name: "x"})
     with pytest.raises(PipelineError, match=r"it knows date_string$"):
         settled(LLAMA_3_2, **{name: "x"})
@@ -131,7 +135,7 @@ def test_of_several_templates_the_one_without_tools_is_taken():
     tokenizer = unsettled(QWEN_3)
     tokenizer.chat_template = {"default": QWEN_3, "tool_use": GPT_OSS}
     apply_settings(tokenizer, TargetConfig(model="m", template_keywords={"enable_thinking": False}))
-    assert asked(tokenizer) == asked(settled(QWEN_3, enable_thinking=False))
+    assert render_question(tokenizer) == render_question(settled(QWEN_3, enable_thinking=False))
     tokenizer.chat_template = {"rag": QWEN_3, "tool_use": GPT_OSS}
     with pytest.raises(PipelineError, match="no default specified"):
         apply_settings(tokenizer, TargetConfig(model="m"))
@@ -149,7 +153,7 @@ def test_what_toml_or_a_template_cannot_take_is_refused(value):
 
 
 @pytest.mark.parametrize(
-    ("template", "keywords", "said"),
+    ("template", "keywords", "message"),
     [
         (LLAMA_3_2, {}, "date 2024-07-26"),
         (LLAMA_3_2, {"date_string": "1 Jan 2000"}, 'date_string = "1 Jan 2000"'),
@@ -160,9 +164,9 @@ def test_what_toml_or_a_template_cannot_take_is_refused(value):
         (GPT_OSS, {"reasoning_effort": "low"}, 'thinking on, date 2024-07-26, reasoning_effort = "low"'),
     ],
 )
-def test_what_is_said_of_a_template(template, keywords, said):
+def test_what_is_said_of_a_template(template, keywords, message):
     config = TargetConfig(model="m", template_keywords=keywords)
-    assert template_settings(settled(template, **keywords), config) == said
+    assert template_settings(settled(template, **keywords), config) == message
 
 
 # -- the recipe ------------------------------------------------------------------------------------------------------
@@ -191,10 +195,10 @@ def hashes(recipe: Recipe) -> list[str]:
     "change", ["target.template_keywords.enable_thinking=false", "target.template_date=2024-07-27"]
 )
 def test_keywords_and_date_are_part_of_every_hash_and_of_the_features_origin(thoughtful, change):
-    one, other = load_recipe(thoughtful), load_recipe(thoughtful, [change])
-    assert not set(hashes(one)) & set(hashes(other))
-    assert hashes(one) == hashes(load_recipe(thoughtful, ["target.template_date=2024-07-26"]))
-    specs = [feature_spec(recipe) for recipe in (one, other)]
+    thinking_recipe, changed_recipe = load_recipe(thoughtful), load_recipe(thoughtful, [change])
+    assert not set(hashes(thinking_recipe)) & set(hashes(changed_recipe))
+    assert hashes(thinking_recipe) == hashes(load_recipe(thoughtful, ["target.template_date=2024-07-26"]))
+    specs = [feature_spec(recipe) for recipe in (thinking_recipe, changed_recipe)]
     assert specs[0].template != specs[1].template
     with pytest.raises(PipelineError) as caught:
         require_same(*specs, "features")
@@ -209,7 +213,7 @@ def test_the_tokenizer_of_a_recipe_is_settled(thoughtful):
     recipe = load_recipe(
         thoughtful, ["target.template_keywords.enable_thinking=false", "target.template_date=2025-01-02"]
     )
-    assert "Today Date: 02 January 2025\nReasoning Mode: /no_think" in asked(load_tokenizer(recipe.target))
+    assert "Today Date: 02 January 2025\nReasoning Mode: /no_think" in render_question(load_tokenizer(recipe.target))
     with pytest.raises(PipelineError, match=r"template_keywords\.enable_thought"):
         load_tokenizer(load_recipe(thoughtful, ["target.template_keywords.enable_thought=false"]).target)
 

@@ -34,8 +34,8 @@ def dialogue(*answers: str, **last) -> list[dict]:
 
 def sequences(tokenizer, messages) -> list[tuple[str, list[str]]]:
     """Text of each, and of its marked runs."""
-    found = chat.encode(tokenizer, messages, None)
-    return [(text_of(tokenizer, encoded.input_ids), masked_runs(tokenizer, encoded)) for encoded in found]
+    sequences = chat.encode(tokenizer, messages, None)
+    return [(text_of(tokenizer, encoded.input_ids), masked_runs(tokenizer, encoded)) for encoded in sequences]
 
 
 def qwen(*turns: str) -> str:
@@ -67,11 +67,11 @@ def test_every_answer_of_qwen_is_encoded_as_it_was_asked_for(template, keywords,
         assert int(encoded.loss_mask.argmax()) == len(prompt)
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_thoughts_are_trained_with_their_own_answer_and_gone_from_the_history(apart):
-    """In the content, as the target writes them, or beside it, as data sets do."""
+@pytest.mark.parametrize("separate_key", [False, True])
+def test_thoughts_are_trained_with_their_own_answer_and_gone_from_the_history(separate_key):
+    """Thoughts are in the content, as the target writes them, or next to it, as in data sets."""
     messages = dialogue(THOUGHT + "a1", THOUGHT + "a2")
-    if apart:
+    if separate_key:
         for message in messages[1::2]:
             message |= {"content": message["content"][-2:], "reasoning_content": "hm"}
     assert sequences(settled(QWEN_3), messages) == [
@@ -82,12 +82,14 @@ def test_thoughts_are_trained_with_their_own_answer_and_gone_from_the_history(ap
 
 def test_gpt_oss_ends_the_last_answer_otherwise_than_the_others():
     messages = dialogue("a1", "a2", reasoning_content="hm")
-    one, other = sequences(settled(GPT_OSS), messages)
-    assert one[1] == ["<|channel|>final<|message|>a1<|return|>"]
-    assert other[1] == [
+    first_sequence, second_sequence = sequences(settled(GPT_OSS), messages)
+    assert first_sequence[1] == ["<|channel|>final<|message|>a1<|return|>"]
+    assert second_sequence[1] == [
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>a2<|return|>"
     ]
-    assert "<|start|>assistant<|channel|>final<|message|>a1<|end|><|start|>user<|message|>q2<|end|>" in other[0]
+    assert (
+        "<|start|>assistant<|channel|>final<|message|>a1<|end|><|start|>user<|message|>q2<|end|>" in second_sequence[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,8 +152,8 @@ def test_thoughts_that_the_template_never_shows_are_trained_as_the_target_writes
     for turn, encoded in zip((1, 3), chat.encode(tokenizer, messages, None), strict=True):
         prompt = chat.prompt_ids(tokenizer, messages[:turn])
         assert encoded.input_ids[: len(prompt)].tolist() == prompt
-    found, edits = encode_sequences(tokenizer, Dialogue("doc", messages, ()), DataConfig(source=""))
-    assert [text_of(tokenizer, encoded.input_ids) for _, encoded in found] == [text for text, _ in expected]
+    encoded_sequences, edits = encode_sequences(tokenizer, Dialogue("doc", messages, ()), DataConfig(source=""))
+    assert [text_of(tokenizer, encoded.input_ids) for _, encoded in encoded_sequences] == [text for text, _ in expected]
     assert edits == ["one_sequence_per_answer"]
 
 
@@ -165,15 +167,15 @@ def test_thoughts_in_the_content_stand_as_they_were_written_or_are_empty():
     assert edits == ["answer_without_thoughts"]
     not_thinking = settled(DEEPSEEK_V3_1)
     messages = dialogue("a1", reasoning_content="hm")
-    ((_, found),), edits = encode_sequences(not_thinking, Dialogue("doc", messages, ()), DataConfig(source=""))
-    assert masked_runs(not_thinking, found) == [f"a1{R1_END}"] and edits == ["thoughts_dropped"]
+    ((_, encoded),), edits = encode_sequences(not_thinking, Dialogue("doc", messages, ()), DataConfig(source=""))
+    assert masked_runs(not_thinking, encoded) == [f"a1{R1_END}"] and edits == ["thoughts_dropped"]
 
 
 # -- what the target says -> a turn of the dialogue ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("template", "keywords", "said", "message"),
+    ("template", "keywords", "text", "message"),
     [
         (QWEN_3, {}, THOUGHT + "a1", {"content": THOUGHT + "a1"}),
         (QWEN_3, {"enable_thinking": False}, "a1", {"content": "a1"}),
@@ -188,11 +190,11 @@ def test_thoughts_in_the_content_stand_as_they_were_written_or_are_empty():
         (GPT_OSS, {}, "<|channel|>final<|message|>a1", {"content": "a1"}),
     ],
 )
-def test_what_the_target_says_is_rendered_again_as_it_said_it(template, keywords, said, message):
+def test_what_the_target_says_is_rendered_again_as_it_said_it(template, keywords, text, message):
     tokenizer = settled(template, **keywords)
     question = [{"role": "user", "content": "q1"}]
     prompt = chat.prompt_ids(tokenizer, question)
-    answer = [*tokenizer(said, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    answer = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     turn = as_message(tokenizer, answer)
     assert turn == {"role": "assistant", **message}
     (encoded,) = chat.encode(tokenizer, [*question, turn], None)
@@ -211,7 +213,7 @@ def test_thoughts_are_told_from_answers():
 
 
 @pytest.mark.parametrize(
-    ("template", "said", "cut"),
+    ("template", "text", "cut"),
     [
         (QWEN_3, "<think>\nhm", True),
         (QWEN_3, THOUGHT + "a", False),
@@ -222,7 +224,7 @@ def test_thoughts_are_told_from_answers():
         (GPT_OSS, "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>a", False),
     ],
 )
-def test_an_answer_may_be_cut_in_its_thoughts(template, said, cut):
+def test_an_answer_may_be_cut_in_its_thoughts(template, text, cut):
     tokenizer = settled(template)
-    message = as_message(tokenizer, tokenizer(said, add_special_tokens=False)["input_ids"])
+    message = as_message(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"])
     assert cut_in_thoughts(tokenizer, message) is cut

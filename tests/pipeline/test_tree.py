@@ -105,12 +105,12 @@ def released_eagle_2(next_logits, depth=5, top_k=10, total_tokens=60):
         pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
         return [((*path, token), score + value) for value, token in pairs]
 
-    kept = proposals((), 0.0)
-    scores = dict(kept)
+    selected = proposals((), 0.0)
+    scores = dict(selected)
     for _ in range(depth):
-        level = [child for path, score in kept for child in proposals(path, score)]
+        level = [child for path, score in selected for child in proposals(path, score)]
         scores.update(level)
-        kept = sorted(level, key=lambda pair: -pair[1])[:top_k]
+        selected = sorted(level, key=lambda pair: -pair[1])[:top_k]
     return set(sorted(scores, key=lambda path: -scores[path])[: total_tokens - 1])
 
 
@@ -136,7 +136,7 @@ def test_the_default_tree_is_the_papers_node_for_node():
 
 
 def test_a_mixtures_child_never_outranks_its_parent():
-    """In floating point the mixture of two sure experts can have a log-probability above 0; the tree would lose its
+    """The mixture of two certain experts can have a log-probability above 0 in floating point; the tree would lose its
     parents.
     """
     sure = torch.full((7,), -1e4).index_fill_(0, torch.tensor([3]), 0.0)
@@ -159,14 +159,14 @@ def test_logits_that_are_not_finite_are_an_error_with_the_drafts_name(broken, sp
 
 
 def specs():
-    def whole(depth, top_k, share, parallel, candidates):
+    def make_full(depth, top_k, share, parallel, candidates):
         most = 1 + top_k + top_k * top_k * (depth - 1)
         nodes = depth + 1 + round(share * max(most - depth - 1, 0))
         shape = {"depth": depth, "top_k": top_k, "nodes": min(nodes, most)}
         return TreeConfig(**shape, parallel=min(parallel, depth), candidates=candidates)
 
     kinds = st.sampled_from(["plain", "decoupled"])
-    return st.builds(whole, st.integers(1, 5), st.integers(1, 6), st.floats(0, 1), st.integers(1, 3), kinds)
+    return st.builds(make_full, st.integers(1, 5), st.integers(1, 6), st.floats(0, 1), st.integers(1, 3), kinds)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -231,9 +231,11 @@ def test_the_last_hybrid_level_is_gathered_by_parent_and_not_by_rank():
     last = {path for path in paths_of(tree) if len(path) == 3}
     assert last == {(B, D, C), (B, D, D), (B, E, C), (B, E, D)}
 
-    kept = [(B, D), (B, E)]  # best first: their ranks are 0 and 1, like the rows of A and B
+    selected = [(B, D), (B, E)]  # best first: their ranks are 0 and 1, like the rows of A and B
     by_rank = {
-        (*kept[rank], token) for rank, row in enumerate([(A,), (B,)]) for token in ahead(row).topk(2).indices.tolist()
+        (*selected[rank], token)
+        for rank, row in enumerate([(A,), (B,)])
+        for token in ahead(row).topk(2).indices.tolist()
     }
     assert by_rank == {(B, D, A), (B, D, B), (B, E, C), (B, E, D)} != last
 
@@ -243,13 +245,13 @@ def test_a_reduced_vocabulary_answers_in_target_ids(hybrid):
     """The same logits over five ids and over a target vocabulary that has nothing else: the same tree."""
     ids = torch.tensor([3, 11, 20, 21, 40])
 
-    def whole(script):
+    def make_full(script):
         return lambda path: torch.full((50,), -1e9).scatter(0, ids, script(path))
 
     scripts = noise_by_path(1, 5), noise_by_path(2, 5)
     spec = {"depth": 3, "top_k": 3, "nodes": 15, "parallel": 2 if hybrid else 1}
     reduced = ScriptedDraft(*scripts, ids=ids).grow(root=7, **spec)
-    unreduced = ScriptedDraft(*map(whole, scripts)).grow(root=7, **spec)
+    unreduced = ScriptedDraft(*map(make_full, scripts)).grow(root=7, **spec)
     assert paths_of(reduced) == paths_of(unreduced)
     assert set(reduced.tokens[1:]) <= set(ids.tolist())
 

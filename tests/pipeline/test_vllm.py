@@ -332,8 +332,8 @@ def test_a_text_as_long_as_the_engine_takes_leaves_it_no_room(tiny_target, envir
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"engine": "vllm"}, "wants engine_python"),
-        ({"tensor_parallel": 2}, "tensor_parallel is none of engine='transformers'"),
+        ({"engine": "vllm"}, "requires engine_python"),
+        ({"tensor_parallel": 2}, "tensor_parallel does not apply to engine='transformers'"),
         (
             {"engine": "vllm", "engine_python": "p", "engine_options": {"enable_prefix_caching": True}},
             "Expected some of",

@@ -28,7 +28,7 @@ def full(*_: Any) -> None:
 
 
 class Refused(Exception):
-    """As vLLM's own errors, no ValueError."""
+    """An error like vLLM's own, which is no ValueError."""
 
 
 class SamplingParams(SimpleNamespace):
@@ -47,7 +47,7 @@ class EngineArgs(SimpleNamespace):
 class LLMEngine:
     def __init__(self, args: EngineArgs):
         self._fault, self._token, self._times = (*os.environ["FAULT"].split(), "", "", "")[:3]
-        self._steps, self._known = 0, Path(os.environ["STANDIN"])
+        self._steps, self._shared_folder = 0, Path(os.environ["STANDIN"])
         if self._fault == "memory":
             raise RuntimeError("CUDA out of memory")
         if self._fault == "disk":
@@ -57,7 +57,7 @@ class LLMEngine:
         self.model_config = SimpleNamespace(max_model_len=longest)
         self._layers = args.speculative_config["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
         self._folder = Path(args.kv_transfer_config["kv_connector_extra_config"]["shared_storage_path"])
-        (self._known / "engines" / str(os.getpid())).write_text(str(self._folder))
+        (self._shared_folder / "engines" / str(os.getpid())).write_text(str(self._folder))
         self._open: dict[str, tuple[list[int], list[int], Any]] = {}
         self._finished: list[tuple[list[int], dict[str, str]]] = []
 
@@ -79,20 +79,22 @@ class LLMEngine:
             time.sleep(0.2)
         if self._strikes("hangs"):
             ctypes.PyDLL(None).sleep(1000)  # no other thread of Python's runs meanwhile
-        for tokens, asked in self._finished:
-            self._capture(tokens, self._folder / asked["file"])
+        for tokens, request in self._finished:
+            self._capture(tokens, self._folder / request["file"])
         self._finished, done = [], []
         for name, (prompt, answer, sampling) in list(self._open.items()):
             answer.append(int(self._model(torch.tensor([prompt + answer])).logits[0, -1].argmax()))
             if self._fault == "text" and len(answer) == 3 and hasattr(sampling, "extra_args"):
                 answer[-1] = answer[-1] % 100 + 1
-            ends = len(answer) == sampling.max_tokens or answer[-1] in getattr(sampling, "stop_token_ids", ())
-            done.append(SimpleNamespace(request_id=name, finished=ends, outputs=[SimpleNamespace(token_ids=answer)]))
-            if ends:
+            finished = len(answer) == sampling.max_tokens or answer[-1] in getattr(sampling, "stop_token_ids", ())
+            done.append(
+                SimpleNamespace(request_id=name, finished=finished, outputs=[SimpleNamespace(token_ids=answer)])
+            )
+            if finished:
                 del self._open[name]
-                if asked := getattr(sampling, "extra_args", {}).get("kv_transfer_params"):
-                    tokens = prompt if asked["states"] == "prompt" else (prompt + answer)[:-1]
-                    self._finished.append((tokens, asked))
+                if request := getattr(sampling, "extra_args", {}).get("kv_transfer_params"):
+                    tokens = prompt if request["states"] == "prompt" else (prompt + answer)[:-1]
+                    self._finished.append((tokens, request))
         return done
 
     def _strikes(self, fault: str) -> bool:
@@ -100,26 +102,26 @@ class LLMEngine:
             return False
         if self._token:
             due = any(int(self._token) in prompt for prompt, _, _ in self._open.values())
-            due = due and len(list(self._known.glob(f"{fault}-*"))) < int(self._times or 9)
+            due = due and len(list(self._shared_folder.glob(f"{fault}-*"))) < int(self._times or 9)
         else:
             due = self._steps > 3
         if due:
-            (self._known / f"{fault}-{os.getpid()}").touch()
+            (self._shared_folder / f"{fault}-{os.getpid()}").touch()
         return due
 
     @torch.inference_mode()
     def _capture(self, tokens: list[int], path: Path) -> None:
-        found: dict[int, torch.Tensor] = {}
+        outputs: dict[int, torch.Tensor] = {}
         decoder = self._model.get_decoder()
         hooks = [
             decoder.layers[layer - 1].register_forward_hook(
-                lambda _m, _i, out, layer=layer: found.update({layer: out if torch.is_tensor(out) else out[0]})
+                lambda _m, _i, out, layer=layer: outputs.update({layer: out if torch.is_tensor(out) else out[0]})
             )
             for layer in self._layers
         ]
         self._model(torch.tensor([tokens]))
         for hook in hooks:
             hook.remove()
-        states = torch.stack([found[layer][0] for layer in self._layers], dim=1)
+        states = torch.stack([outputs[layer][0] for layer in self._layers], dim=1)
         states = states.flip(0) if self._fault == "other" else states
         files.write(path, states, torch.tensor(tokens))
