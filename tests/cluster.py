@@ -30,8 +30,8 @@ class Cluster:
 
     def raylets(self) -> list[int]:
         """The process of each node, in the order in which they were started."""
-        found = [pid for pid, words in self._processes() if words.partition(" ")[0].endswith("/raylet")]
-        return sorted(found, key=lambda pid: Path(f"/proc/{pid}").stat().st_ctime_ns)  # numbers are given out anew
+        pids = [pid for pid, words in self._processes() if words.partition(" ")[0].endswith("/raylet")]
+        return sorted(pids, key=lambda pid: Path(f"/proc/{pid}").stat().st_ctime_ns)  # numbers are given out anew
 
     def stop(self) -> None:
         """`ray stop` would stop every cluster of the machine."""
@@ -41,13 +41,13 @@ class Cluster:
 
     def _processes(self) -> list[tuple[int, str]]:
         """(pid, command line)"""
-        found = []
+        processes = []
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 if self.folder in words:
-                    found.append((int(entry.name), words))
-        return found
+                    processes.append((int(entry.name), words))
+        return processes
 
 
 @contextlib.contextmanager
