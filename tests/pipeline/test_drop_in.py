@@ -197,8 +197,8 @@ except Exception as error:
     results["refused"]["target"] = str(error)
 """,
     )  # fmt: skip
-    for what, (plainly, drafted) in results["pairs"].items():
-        assert drafted == plainly, what
+    for case, (plainly, drafted) in results["pairs"].items():
+        assert drafted == plainly, case
     (plainly,), (drafted,) = results["to the end"]
     assert drafted == plainly[: len(drafted)] and len(plainly) - len(drafted) == TREE.depth
     assert len({len(plainly[0]) for plainly, _ in results["pairs"].values()}) > 3  # they do something

@@ -75,7 +75,7 @@ def test_each_side_gets_the_gpus_that_the_recipe_gives_it(tmp_path, tiny_recipe,
 
 
 def test_of_ranks_on_the_cpu_the_launcher_is_shown_no_gpu(monkeypatch):
-    """With GPU 3 visible, the launcher would look for the third CPU."""
+    """The launcher would look for the third CPU if it saw GPU 3."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert launch_command(["deepspeed"], "main.py", TrainConfig(ranks=2), "cpu") == [
         *("env", "--unset=CUDA_VISIBLE_DEVICES", "deepspeed", "--num_accelerators", "2", "main.py")

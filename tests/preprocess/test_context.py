@@ -1,4 +1,4 @@
-"""What stands beside a record's texts: flags of what has a loss, system prompts, earlier exchanges, the template's
+"""Columns next to a record's texts: flags of what has a loss, system prompts, earlier exchanges, the template's
 keywords, images.
 """
 
@@ -49,7 +49,7 @@ def test_turns_that_are_joined_have_a_loss_if_both_have():
 @pytest.mark.parametrize("long", ["cut", "turns", "windows"])
 @pytest.mark.parametrize("rule", ["all", "last"])
 def test_every_answer_with_a_loss_is_in_a_window_and_no_other(long, rule):
-    """For all flags of five exchanges of ten tokens each, of which two fit."""
+    """The test covers all flags of five exchanges of ten tokens each, of which two fit."""
     for bits in range(1, 32):
         losses = [bool(bits >> number & 1) for number in range(5)]
         record = flagged(*({} if loss else {"loss": False} for loss in losses))
@@ -229,7 +229,7 @@ def test_the_target_is_asked_under_the_keywords_and_they_stay_with_its_answers(t
 
 
 def test_dialogues_that_differ_in_their_keywords_are_asked_as_two():
-    """What was dumped of the one is not taken for the other."""
+    """A dump of the first is not taken for one of the second."""
     first, second = (clean({"id": "doc", **with_keywords({"custom_instructions": text})}) for text in "xy")
     assert first.content() != second.content() != Dialogue("doc", first.messages, ()).content()
 

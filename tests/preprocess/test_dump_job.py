@@ -111,7 +111,7 @@ def test_its_progress_counts_all_tokens_and_ends_at_its_total(tiny_recipe, monke
 
 
 def test_tokens_move_within_a_shard(tiny_recipe, monkeypatch):
-    """By batches, for training as for validation, and answer by answer."""
+    """Progress moves by batches, for training as for validation, and answer by answer."""
     monkeypatch.setattr(driver, "Progress", Shown)
     features = tiny_recipe.features.model_copy(update={"rows_per_shard": 100, "batch_tokens": 300})
     manifest = dump_here(tiny_recipe.model_copy(update={"features": features}))
@@ -166,8 +166,8 @@ def open_to_others(place: Path) -> list[Path]:
 
 
 def test_killed_in_the_middle_and_run_again_gives_the_same_bytes(job, tmp_path, place, environment_of_place):
-    """By this process alone: who writes a shard is not seen in it. No other user reaches the Ray that worked on it,
-    neither while it runs nor what is left of it.
+    """This process alone dumps it again: a shard does not depend on its writer. No other user reaches the Ray that
+    worked on it, neither while it runs nor what is left of it.
     """
     recipe, _, expected = job
     command = dump_command(recipe, f"output={tmp_path}")

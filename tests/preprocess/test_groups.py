@@ -31,7 +31,7 @@ NOTHING = (None, float("nan"), "", [], {})  # values of a key that name no group
 
 
 def groups_of(tmp_path, ids: list[str], group: str | None = None, **columns) -> tuple[dict[str, str], dict]:
-    """Of each record, by id; what was counted."""
+    """Return the group of each record, by id, and the counts."""
     records = [record(("human", f"q{n}"), ("gpt", f"a{n}"), doc_id=doc_id) | columns for n, doc_id in enumerate(ids)]
     intake = intake_of(tmp_path, records, group=group)
     return {dialogue.doc_id: dialogue.group for dialogue in intake}, intake.grouped
@@ -237,7 +237,7 @@ def test_records_of_one_text_that_say_more_of_it_are_no_duplicates(tmp_path, mor
 
 
 def groups_by(tmp_path, values: list) -> tuple[list[str], dict]:
-    """Of records with these values of "user", by "user"; what was counted."""
+    """Return the groups of records with these values of "user", by "user", and the counts."""
     records = [record(("human", f"q{n}"), A, doc_id=f"d{n}") | {"user": value} for n, value in enumerate(values)]
     intake = intake_of(tmp_path, records, group="user")
     return [dialogue.group for dialogue in intake], intake.grouped

@@ -184,7 +184,7 @@ def test_each_fate_is_counted_under_its_name(tmp_path):
 
 @pytest.mark.parametrize("rule", ["cut", "turns", "windows"])
 def test_answers_apart_are_documents_and_accounted_for(source, rule):
-    """Of a template that shows thoughts with the last answer only; training is full in the middle of a record."""
+    """The template shows thoughts with the last answer only; training is full in the middle of a record."""
     recipe = recipe_for(source, data={"long": rule, "max_length": 200, "max_dialogues": 21})
     plan = Plan(recipe, settled(QWEN_3, enable_thinking=False))
     tasks = list(plan.tasks())

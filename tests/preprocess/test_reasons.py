@@ -1,4 +1,4 @@
-"""Why dialogues are rejected, in words: each reason of the code has some, and a run's line tells them."""
+"""Descriptions of the reasons of rejections: each reason of the code has some, and a run's line tells them."""
 
 import ast
 import json

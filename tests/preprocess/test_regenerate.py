@@ -93,7 +93,7 @@ def test_a_dialogue_whose_logits_are_not_finite_is_rejected_and_its_batch_is_not
 
 
 def test_its_progress_moves_within_a_part(tiny_recipe, monkeypatch):
-    """By dialogues that are answered to their end."""
+    """Progress moves by dialogues that are answered to their end."""
     monkeypatch.setattr("preprocess.regenerate.Progress", Shown)
     with without_ray():
         regenerate(with_answers(tiny_recipe, batch=4, dialogues_per_part=60, max_new_tokens=8))

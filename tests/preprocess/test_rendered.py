@@ -50,7 +50,7 @@ def test_a_rendered_conversation_is_what_its_turns_are(tokenizer, begins):
 
 
 def with_bos(tokenizer):
-    """As Llama's, whose tokenizer puts a BOS in front of every text."""
+    """The template is like Llama's, whose tokenizer puts a BOS in front of every text."""
     begin = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
     tokenizer.backend_tokenizer.post_processor = begin
     return tokenizer

@@ -195,7 +195,9 @@ def test_thoughts_are_counted_that_a_thinking_target_lacks_or_another_has_to_dro
 
 
 def windows_throughout(tokenizer, messages: list[dict], limit: int, long: str, last_only: bool) -> list[str]:
-    """What "turns" or "windows" is to give: every beginning is encoded whole. Ids and masks as text, or a reason."""
+    """Return the expected result of "turns" or "windows": every beginning is encoded whole. They are
+    ids and masks as text, or a reason.
+    """
 
     def encode(turns: list[dict], most: int | None) -> list[chat.Encoded]:
         return chat.encode(tokenizer, turns, most, last_only=last_only)
@@ -275,7 +277,7 @@ def with_thoughts(count: int) -> list[dict]:
     ("template", "make"), [(SHOWS, with_calls), (QWEN_3, with_thoughts)], ids=["calls", "thoughts"]
 )
 def test_a_record_that_takes_too_much_rendering_is_a_reason(monkeypatch, template, make, long):
-    """Of calls, results and thoughts each is looked for in a rendering from the first turn on."""
+    """Calls, results and thoughts are each looked for in a rendering from the first turn on."""
     monkeypatch.setattr(chat, "MOST_WORK", 50_000)
     data = DataConfig(source="", max_length=600, long=long)
     tokenizer, turns = Counted(settled(QWEN_3)), []
@@ -336,7 +338,7 @@ def random_text(seed: int) -> list[str]:
 
 
 def test_near_duplicates_are_found_as_well_as_the_exact_similarity_finds_them():
-    """Of 200 pairs, those whose exact Jaccard similarity is clearly above or below the threshold are judged by it."""
+    """Pairs are judged whose exact Jaccard similarity is clearly above or below the threshold."""
     wrong, judged = 0, {True: 0, False: 0}
     for seed in range(200):
         original = random_text(seed)

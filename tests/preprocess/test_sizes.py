@@ -1,4 +1,4 @@
-"""What a source holds against what its recipe asks of it: told before the first forward, with every number."""
+"""A source's size against the requirements of its recipe: reported before the first forward, with every number."""
 
 import json
 import re

@@ -46,7 +46,9 @@ BLANK_LINES = "\n\n" + LINES.replace("\n", "\n\n")
 
 @pytest.mark.parametrize("text", [TEXT, ON_LINES, LINES, LINES[:-1], LINES.replace("\n", "\r\n"), BLANK_LINES])
 def test_a_whole_list_and_json_lines_are_read_and_have_no_torn_tail(tmp_path, text):
-    """By path and by fsspec address, with a byte order mark or without, packed, and as `cat a.gz b.gz` makes them."""
+    """A source is read by path and by fsspec address, with a byte order mark or without, packed, and as
+    `cat a.gz b.gz` makes it.
+    """
     assert read(write(tmp_path, text)) == read(f"file://{write(tmp_path, text)}") == (RECORDS, Tail(None))
     assert read(write(tmp_path, text.encode("utf-8-sig"))) == (RECORDS, Tail(None))
     half = len(text) // 2

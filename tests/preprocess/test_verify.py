@@ -56,7 +56,7 @@ def arguments(dumped, *more: str) -> list[str]:
 
 
 def test_a_whole_folder_passes_and_its_rows_are_the_targets(dumped, tmp_path, capsys):
-    """By the recipe beside the features, of a local target: offline. Nobody else's is found."""
+    """The recipe next to the features is used, with a local target: offline. No other user's recipe is used."""
     _, features = dumped
     call(main, str(features))
     output, shards = capsys.readouterr().out, len(Manifest.load(features).files)

@@ -89,7 +89,9 @@ def first_task(recipe: Recipe) -> ShardTask:
 def test_features_are_the_targets_own_hidden_states(
     tmp_path, source, tiny_target, loaded_target, batch_tokens, tolerance
 ):
-    """Of the single unpadded dialogue, as transformers gives them; and the head makes the model's logits of them."""
+    """The states are those of the single unpadded dialogue, as transformers gives them, and the head
+    computes the model's logits from them.
+    """
     recipe = float_recipe(tiny_target, source, batch_tokens=batch_tokens)
     task = first_task(recipe)
     assert len({len(d.input_ids) for d in task.documents}) > 1
@@ -125,7 +127,7 @@ def test_a_shard_has_the_same_bytes_whoever_writes_it(tmp_path, source, tiny_tar
 
 
 def test_several_batches_in_flight_give_the_same_bytes(tmp_path, source, tiny_target):
-    """As with a target over several GPUs; every sign of life names all dialogues that are being forwarded."""
+    """The case of a target over several GPUs; every heartbeat names all dialogues that are being forwarded."""
     recipe = float_recipe(tiny_target, source, batch_tokens=1, auxiliary_layers=[1, 2])
     task, heartbeats = first_task(recipe), []
     wide = recipe.with_features(gpus_per_worker=3)
