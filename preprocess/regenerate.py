@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not this folder
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted import prints nothing
 
 from pipeline.artifacts.provenance import recorded, settings_said, write_provenance
 from pipeline.artifacts.regenerated import DIALOGUES, MANIFEST, are_of

@@ -32,7 +32,7 @@ def features_state(recipe: Recipe) -> tuple[bool, str]:
     if target and (differences := of_another_target(target, manifest.spec)):
         return False, f"features of what the target was before: {'; '.join(differences)}"
     if target and manifest.answers_hash != answers_hash(recipe, manifest.spec.recipe, target):
-        return False, "answers to calibration prompts are to be given anew"
+        return False, "answers to calibration prompts have to be generated again"
     local_files = [] if recipe.features.store else manifest.lasting(recipe.features.keep)
     broken = [shard.name for shard in local_files if damage(folder, shard, digest=None)]
     if broken:

@@ -305,7 +305,7 @@ def start_ray(crew: Crew) -> Iterator[None]:
                 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
             settings = {
                 "address": "local",
-                "_node_ip_address": "127.0.0.1",  # this version still binds to all addresses, behind the token
+                "_node_ip_address": "127.0.0.1",  # this version still binds to all addresses, protected by the token
                 "_temp_dir": stack.enter_context(private_folder()),
                 "num_cpus": max(crew.workers * crew.cpus, 1),
                 "include_dashboard": False,

@@ -64,9 +64,8 @@ class _Feeder:
         self._texts = TextTable.open(folder, manifest.text_of("train"), manifest.spec)
         self._in_progress = set[int]()
         self._finished = self._tokens = 0
-        self._started = self._counted = self._idle = (
-            0.0  # time of the first shard's start; of the last count; idle seconds a worker
-        )
+        self._started = self._counted = 0.0  # time of the first shard's start; of the last count
+        self._idle = 0.0  # seconds without work, as a mean over the workers
 
     def run(self) -> list[str]:
         shards = self._manifest.of("train")

@@ -44,7 +44,7 @@ def require_sizes(recipe: Recipe) -> None:
     prompts = max(eval_prompts, recipe.data.heldout_prompts + 1 if _needs_answers(recipe) else 0)
     look = look_at(recipe, prompts)
     if look.is_complete and not look.dialogues:
-        return  # the dump says what became of each record
+        return  # the dump reports the reason for each record
     if look.is_complete and (look.prompts < prompts or not look.held_out):
         raise PipelineError(_describe_shortage(recipe, look, prompts, eval_prompts))
     if recipe.to_train and recipe.train.tokens is None and recipe.data.answers == "source":
@@ -128,7 +128,7 @@ def _require_steps(recipe: Recipe, look: SourceSummary) -> None:
     data, train = recipe.data, recipe.train
     sequences, tokens = _encoded(recipe, look.sample)
     if not sequences:
-        return  # the dump says what became of each record
+        return  # the dump reports the reason for each record
     rows = look.train * sequences / len(look.sample) if look.is_complete else math.inf
     rows = min(rows, data.max_dialogues or math.inf, (data.max_tokens or math.inf) * sequences / tokens)
     if math.isinf(rows):

@@ -214,7 +214,7 @@ def test_other_answers_keep_the_rest_of_the_dump(job, tmp_path):
     message = r"\(data.calibration_prompts: 4 -> 2, features.answer_tokens: 12 -> 5\)"
     with pytest.raises(PipelineError, match=message):
         training.stores(changed, feature_spec(changed))
-    assert features_state(changed) == (False, "answers to calibration prompts are to be given anew")
+    assert features_state(changed) == (False, "answers to calibration prompts have to be generated again")
     dump_here(changed)
     assert "the target's own to 2 calibration prompts" in "\n".join(dump(changed))
     after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "features").glob("*.arrow")}

@@ -346,7 +346,7 @@ def test_what_the_target_said_is_named_by_the_dialogue_that_was_asked(tmp_path, 
     worker = FeatureWorker(recipe, tmp_path, feature_spec(recipe), lambda items, _: beats.append(items))
     worker._forward = drawn
     batch = [replace(document(f"a#{place}", 9), answered_dialogue="a") for place in range(2)]
-    worker._arrived(worker._compute([*batch, document("b", 8)]))
+    worker._wait_for(worker._compute([*batch, document("b", 8)]))
     assert beats == [("a", "b")] and not worker._active_work.now
 
 
