@@ -117,9 +117,8 @@ def started(*names: str) -> Iterator[list[Host]]:
             shutil.copy(base / "key", ssh / "id_ed25519")
             shutil.copy(base / "key.pub", ssh / "authorized_keys")
             options = ("StrictHostKeyChecking no", "UserKnownHostsFile /dev/null", "LogLevel ERROR")
-            (ssh / "config").write_text(
-                "\n".join((*options, "ServerAliveInterval 15", ""))
-            )  # else ssh waits for the dead
+            # Without ServerAliveInterval, ssh waits for a dead host.
+            (ssh / "config").write_text("\n".join((*options, "ServerAliveInterval 15", "")))
             host.start()
         yield hosts
     finally:

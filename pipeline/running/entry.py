@@ -64,9 +64,8 @@ def run(main: Callable[[], None], keeps: bool = False) -> None:
     except (Exception, KeyboardInterrupt) as error:
         if not received and not isinstance(error, KeyboardInterrupt):
             sys.exit(report(error, keeps))
-        interrupt(
-            "".join(f", {note}" for note in getattr(error, "__notes__", ()))
-        )  # whatever exception the signal caused
+        notes = getattr(error, "__notes__", ())  # the signal may have caused any exception
+        interrupt("".join(f", {note}" for note in notes))
 
 
 def run_rank(main: Callable[[], None]) -> None:

@@ -71,9 +71,7 @@ class Plan:
     skipped: Counter = field(default_factory=Counter)
     accepted: Counter = field(default_factory=Counter)  # by split
     prompts: list[dict] = field(default_factory=list)
-    calibration: list[Document] = field(
-        default_factory=list
-    )  # calibration prompts, which the target answers for training
+    calibration: list[Document] = field(default_factory=list)  # prompts that the target answers for training
     _open_tasks: dict[str, list[Document | Dialogue]] = field(default_factory=lambda: {split: [] for split in SPLITS})
     _indices: Counter = field(default_factory=Counter)
     tokens: Counter = field(default_factory=Counter)  # by split, so far; the last dialogue may go beyond max_tokens

@@ -179,11 +179,8 @@ class FeatureWorker:
         self._active_work.begin()
         for document in task.documents:
             if document.doc_id in task.suspects:
-                for batch in (
-                    [[document]]
-                    if isinstance(document, Document)
-                    else self._answer_dialogues([document], TaskResult({}))
-                ):
+                is_encoded = isinstance(document, Document)
+                for batch in [[document]] if is_encoded else self._answer_dialogues([document], TaskResult({})):
                     self._wait_for(self._compute(batch))
         self._active_work.begin()  # the suspects' progress does not count
         result, first = TaskResult(dict(task.set_aside)), 0
