@@ -304,7 +304,7 @@ def test_a_place_too_long_for_rays_sockets_is_passed_over_and_none_is_an_error(t
 def test_a_head_that_is_gone_is_told_before_anything_begins(tmp_path, monkeypatch, address, message):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     (tmp_path / "ray").mkdir()
-    with socket.socket() as silent:  # it is nobody else's, and does not listen
+    with socket.socket() as silent:  # a reserved port on which nothing listens
         silent.bind(("127.0.0.1", 0))
         port = silent.getsockname()[1]
         (tmp_path / "ray/ray_current_cluster").write_text(f"127.0.0.1:{port}")  # as a cluster that crashed leaves it

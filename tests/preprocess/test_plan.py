@@ -260,7 +260,7 @@ def test_held_out_dialogues_their_first_questions_and_calibration_prompts_behind
 
 def test_a_calibration_prompt_leaves_room_for_its_answer(source):
     lengths = [len(document.input_ids) for document in planned(recipe_for(source))[0].calibration]
-    most = 160 - max(lengths)  # of an answer beside the longest of them
+    most = 160 - max(lengths)  # tokens of an answer to the longest of them
     changed = recipe_for(source, features={"answer_tokens": most + 1})
     left = [len(document.input_ids) for document in planned(changed)[0].calibration]
     assert left and max(left) + most + 1 <= 160 and left != lengths

@@ -29,19 +29,19 @@ def recipe(tiny_target, tmp_path):
 
 def test_too_few_held_out_dialogues_are_told_with_every_number_before_a_dump(recipe):
     keys = {"heldout_fraction": 0.02, "heldout_prompts": 100, "calibration_prompts": 16}
-    wants = recipe(150, data=keys, train={"keep": "best"})
-    held = look_at(wants, 1000).held_out
+    recipe_of_150 = recipe(150, data=keys, train={"keep": "best"})
+    held = look_at(recipe_of_150, 1000).held_out
     message = (
         f"its 150 dialogues hold out {held}, which give {held} prompts (data.heldout_fraction=0.02), but the recipe "
         "requires at least 101: validation takes up to 8 (data.validation_dialogues), and their questions are 100 + 16 "
         "prompts (data.heldout_prompts, data.calibration_prompts), of which eval asks 2. "
     )
     with pytest.raises(PipelineError, match=re.escape(message)):
-        require_sizes(wants)
+        require_sizes(recipe_of_150)
     for start in (dump, lambda wrong: make(wrong, {})):
         with pytest.raises(PipelineError, match="requires at least 101"):
-            start(wants)
-    assert not list(wants.paths.run.rglob("*.arrow"))
+            start(recipe_of_150)
+    assert not list(recipe_of_150.paths.run.rglob("*.arrow"))
 
 
 @pytest.mark.parametrize(

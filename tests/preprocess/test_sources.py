@@ -80,7 +80,7 @@ INDENTED = "\n".join(json.dumps(item, indent=2) for item in RECORDS)
 WRAPPED = json.dumps({"version": "1.0", "size": 5, "data": RECORDS, "more": {"a": [1]}})
 DATA = json.dumps({"data": RECORDS}, indent=1)
 
-# What a file holds, and the words of its refusal. Otherwise all behind the damage would be missing without a word.
+# The content of a file, and the words of its refusal. Otherwise all records after the damage would be missing silently.
 FILES = {
     "nothing": ("", NO_RECORD),
     "blanks": ("   \n", NO_RECORD),
