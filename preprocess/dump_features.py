@@ -1,4 +1,4 @@
-"""Dumps the target's hidden states over the recipe's dialogues.
+"""Dump the target's hidden states over the recipe's dialogues.
 
 python preprocess/dump_features.py RECIPE                                    (starts Ray on this machine)
 ray job submit --working-dir . -- python preprocess/dump_features.py RECIPE  (on a cluster)
@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not this folder
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted import prints nothing
 
 from pipeline.running import entry
 from preprocess.dump.driver import dump

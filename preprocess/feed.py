@@ -1,5 +1,5 @@
-"""Makes the target's states for a training while it runs, shard by shard in the order of its reading, and removes them
-behind it (features.keep = "window"). `jakiro run` starts it beside training, after the dump has written the texts.
+"""Make the target's states for a training while it runs, shard by shard in the order of its reading, and remove read
+ones (features.keep = "window"). `jakiro run` starts it next to training, after the dump has written the texts.
 
 python preprocess/feed.py RECIPE    (starts Ray on this machine; ends when training does)
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not this folder
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted import prints nothing
 
 from pipeline.running import entry
 from preprocess.dump.feeder import feed

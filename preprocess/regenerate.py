@@ -1,13 +1,13 @@
-"""Lets the target rewrite the assistant turns of the recipe's dialogues: drafts learn best from the target's own words.
+"""Let the target rewrite the assistant turns of the recipe's dialogues: drafts learn best from the target's own text.
 
 python preprocess/regenerate.py RECIPE                                    (starts Ray on this machine)
 ray job submit --working-dir . -- python preprocess/regenerate.py RECIPE  (on a cluster)
 
-The questions are asked one after the other, each after the target's own answers to those before (rules:
+The questions are asked one after the other, each after the target's own answers to the earlier ones (rules:
 preprocess/dump/interview.py). The result is OUTPUT/regenerated/dialogues.jsonl, for another recipe's data.source; ids
-are kept, so the same dialogues are held out. Left out, and counted as skipped, are records without turns and dialogues
-that call tools, whose results nobody would give. Run again, the job continues: finished parts that are whole are not
-answered again. Whoever wants the hidden states, too, sets data.answers = "target" and dumps: both come in one job.
+are kept, so the same dialogues are held out. Records without turns, and dialogues that call tools, whose results
+nothing would give, are left out and counted as skipped. A later run continues the job: finished parts are not answered
+again. For the hidden states, too, set data.answers = "target" and dump: one job makes both.
 """
 
 import json
@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not this folder
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted says nothing
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted import prints nothing
 
 from pipeline.artifacts.provenance import recorded, settings_said, write_provenance
 from pipeline.artifacts.regenerated import DIALOGUES, MANIFEST, are_of
@@ -34,21 +34,21 @@ from pipeline.lm.template import template_settings
 from pipeline.recipe.identity import differences, digest, regenerate_hash, regenerate_keys
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
-from preprocess.dump.driver import require_lasting
-from preprocess.dump.interview import AnswerWorker, Part, not_asked
-from preprocess.dump.pool import records
-from preprocess.dump.report import examples, listed, torn_tail, write_rejected
+from preprocess.dump.driver import require_permanent_output
+from preprocess.dump.interview import AnswerWorker, Part, skip_reason
+from preprocess.dump.pool import run_tasks
+from preprocess.dump.report import describe_examples, describe_torn_tail, format_counts, write_rejected
 from preprocess.dump.task import ShardTask
 from preprocess.sources.intake import Intake
 
-PARTS = "parts.jsonl"  # what is finished: a journal
+PARTS_JOURNAL = "parts.jsonl"  # the finished parts
 REMEDY = "Restore it, or remove it and run again: what is answered is kept"
 
 
 def regenerate(recipe: Recipe) -> list[str]:
-    """Runs or continues the job; returns the lines of its report. Raises PipelineError."""
+    """Run or continue the job; return the lines of its report. Raise PipelineError."""
     folder = recipe.paths.regenerated
-    require_lasting(folder)
+    require_permanent_output(folder)
     with exclusive(folder, "regeneration"):
         target = identify(recipe.target)
         made_by = {
@@ -60,10 +60,10 @@ def regenerate(recipe: Recipe) -> list[str]:
             "settings": regenerate_hash(recipe),
         }
         manifest = folder / MANIFEST
-        found = read_sealed(manifest, REMEDY)["made_by"] if manifest.exists() else made_by
-        if found != made_by:
-            identity = differences(found, made_by, made_by.keys() - {"settings"})
-            is_other = found.get("settings") != made_by["settings"]
+        previous = read_sealed(manifest, REMEDY)["made_by"] if manifest.exists() else made_by
+        if previous != made_by:
+            identity = differences(previous, made_by, made_by.keys() - {"settings"})
+            is_other = previous.get("settings") != made_by["settings"]
             keys = settings_said(recorded(folder), recipe, regenerate_keys(recipe)) if is_other else ""
             raise PipelineError(
                 f"{folder} holds answers of another target or other settings: "
@@ -76,27 +76,27 @@ def regenerate(recipe: Recipe) -> list[str]:
 
 
 def _tasks(recipe: Recipe, intake: Intake, skipped: Counter) -> Iterator[ShardTask]:
-    """Part after part, in the order of the source."""
+    """Yield the parts, in the order of the source."""
     limit, size = recipe.regenerate.max_dialogues, recipe.regenerate.dialogues_per_part
-    group, accepted, index = [], 0, 0
+    part, accepted, index = [], 0, 0
     for dialogue in intake:
-        if reason := not_asked(dialogue):
+        if reason := skip_reason(dialogue):
             skipped[reason] += 1
             continue
         if limit is not None and accepted == limit:
             skipped["enough"] += 1
             continue
         accepted += 1
-        group.append(dialogue)
-        if len(group) == size:
-            yield ShardTask("part", index, group)
-            group, index = [], index + 1
-    if group:
-        yield ShardTask("part", index, group)
+        part.append(dialogue)
+        if len(part) == size:
+            yield ShardTask("part", index, part)
+            part, index = [], index + 1
+    if part:
+        yield ShardTask("part", index, part)
 
 
 def _run(recipe: Recipe, folder: Path, made_by: dict[str, Any]) -> None:
-    intake, skipped, journal = Intake(recipe.data), Counter(), Journal(folder / PARTS, digest(made_by))
+    intake, skipped, journal = Intake(recipe.data), Counter(), Journal(folder / PARTS_JOURNAL, digest(made_by))
     write_provenance(folder, recipe)
     write_sealed(folder / MANIFEST, {"made_by": made_by})
 
@@ -104,9 +104,11 @@ def _run(recipe: Recipe, folder: Path, made_by: dict[str, Any]) -> None:
         return Part(**journal[index]) if index in journal else None
 
     tasks = (task for task in _tasks(recipe, intake, skipped) if not task.is_done(finished(task.index), recipe))
-    start = sum(_count(Part(**journal[index])) for index in journal)
+    start = sum(_count_dialogues(Part(**journal[index])) for index in journal)
     with Progress("regenerate", recipe.regenerate.max_dialogues or 0, "dialogues", start=start) as progress:
-        for part in records(recipe, partial(AnswerWorker, recipe), tasks, "regenerate.batch", progress, _count):
+        for part in run_tasks(
+            recipe, partial(AnswerWorker, recipe), tasks, "regenerate.batch", progress, _count_dialogues
+        ):
             journal.add(part.index, asdict(part))
     counts, edits, rejected = Counter(), Counter(), list(intake.rejected)
     with atomic_path(folder / DIALOGUES) as temporary:
@@ -134,7 +136,7 @@ def _run(recipe: Recipe, folder: Path, made_by: dict[str, Any]) -> None:
     write_sealed(folder / MANIFEST, {"made_by": made_by, "accounting": accounting, "dialogues_sha256": checksum})
 
 
-def _count(part: Part) -> int:
+def _count_dialogues(part: Part) -> int:
     return len(part.dialogues) + len(part.rejected)
 
 
@@ -151,12 +153,12 @@ def _require_accounted(recipe: Recipe, records: int, answered: int, rejected: in
 def _report(folder: Path, counts: dict[str, Any]) -> list[str]:
     total = sum(counts["rejected"].values())
     return [
-        *torn_tail(counts),
+        *describe_torn_tail(counts),
         f"{counts['records']} records = {counts['answered']} answered + {total} rejected "
-        f"({listed(counts['rejected'])}) + skipped ({listed(counts['skipped'])})",
-        *examples(counts),
+        f"({format_counts(counts['rejected'])}) + skipped ({format_counts(counts['skipped'])})",
+        *describe_examples(counts),
         f"{counts['answers']:,} answers, {counts['tokens']:,} tokens generated; dialogues changed: "
-        f"{listed(counts['edits'])}",
+        f"{format_counts(counts['edits'])}",
         f"train on them with data.source = {str(folder / DIALOGUES)!r}",
     ]
 

@@ -1,14 +1,14 @@
-"""Whether a feature folder can be trusted.
+"""A check of a feature folder.
 
     python -m preprocess.verify DIR [--rows 8] [--against ENGINE] [--recipe RECIPE] [--repair]
 
-Reads every table and shard in full (a dump that goes on and a training read what changed since this machine last read
-it) and checks it against the manifest (size, SHA-256) and its schema. Compares rows, tokens and trained tokens of
-the tables and shards of a finished dump with each other and with the manifest. Looks for files that the manifest does
-not know, and forwards a sample of rows through the target again, by the recipe's engine or by another one: --against
-transformers says how far an engine's states are off, layer by layer. The recipe is the one that this user's dump left
-beside the shards on this machine, unless another is given; nobody else's folder supplies one. What is in a store is
-fetched into DIR first. --repair dumps again what is damaged; nothing else is touched.
+It reads every table and shard in full (a resumed dump and a training read only files that changed since this machine
+last read them) and checks it against the manifest (size, SHA-256) and its schema. It compares rows, tokens and trained
+tokens of the tables and shards of a finished dump with each other and with the manifest. It looks for files that the
+manifest does not list, and forwards a sample of rows through the target again, by the recipe's engine or by another
+one: --against transformers shows the error of an engine's states, layer by layer. The recipe is the one that this
+user's dump left next to the shards on this machine, unless another is given; a recipe in a folder of another user is
+not used. Files in a store are fetched into DIR first. --repair dumps damaged files again; nothing else is changed.
 """
 
 import argparse
@@ -48,41 +48,45 @@ from preprocess.dump.driver import dump
 
 
 def damaged_shards(folder: Path, manifest: Manifest) -> dict[str, str]:
-    """Name -> what is wrong, over all files of the manifest, all of the folder and the held-out prompts."""
-    files, found = manifest.files, {}
+    """Return name -> fault, over all files of the manifest, all of the folder and the held-out prompts."""
+    files, damaged = manifest.files, {}
     with Progress("verify", len(files), "files") as progress:
         for record, reason in zip(files, damages(folder, files, anew=True), strict=True):
             if reason:
-                found[record.name] = reason
+                damaged[record.name] = reason
             progress.advance(1)
-    texts = _texts(folder, manifest, found) if manifest.complete else {}
+    texts = _open_texts(folder, manifest, damaged) if manifest.complete else {}
     for shard in (*manifest.shards, *manifest.answers):
-        if shard.name not in found and (reason := _inconsistency(folder, shard, manifest.spec, texts.get(shard.name))):
-            found[shard.name] = reason
-    known = {record.name for record in files}
+        if shard.name not in damaged and (
+            reason := _find_inconsistency(folder, shard, manifest.spec, texts.get(shard.name))
+        ):
+            damaged[shard.name] = reason
+    listed = {record.name for record in files}
     for path in sorted(path for pattern in FILES for path in folder.glob(pattern)):
-        if path.name not in known:
-            found[path.name] = (
-                "the manifest does not know it (a dump that was interrupted leaves such a file; it is redone)"
+        if path.name not in listed:
+            damaged[path.name] = (
+                "the manifest does not list it (a dump that was interrupted leaves such a file; it is redone)"
             )
     if manifest.complete and (reason := prompts_damage(folder, manifest)):
-        found[HELDOUT_PROMPTS] = reason
-    return found
+        damaged[HELDOUT_PROMPTS] = reason
+    return damaged
 
 
-def _texts(folder: Path, manifest: Manifest, found: dict[str, str]) -> dict[str, tuple[TextTable, int, int]]:
-    """Name of a shard -> its set's texts, the number of its first there and the row that it counts from, of the sets
-    whose tables are whole. Adds to `found` the tables that hold other rows than the shards of a finished dump are of.
+def _open_texts(folder: Path, manifest: Manifest, damaged: dict[str, str]) -> dict[str, tuple[TextTable, int, int]]:
+    """Return name of a shard -> its set's texts, the index of its first text there and the row that it counts from, for
+    the sets whose tables are intact. Add to `damaged` the tables whose rows are not those of a finished dump's shards.
     """
     texts = {}
     for split in (*SPLITS, ANSWERS):
         tables = [record.name for record in manifest.text_of(split)]
-        if found.keys() & set(tables) or (split == "train" and manifest.fed):  # its shards come and go
+        if damaged.keys() & set(tables) or (
+            split == "train" and manifest.fed
+        ):  # its shards are made and removed while training runs
             continue
         try:
             usable = usable_texts(folder, manifest, split)
         except PipelineError as error:
-            found |= dict.fromkeys(tables or [text_name(split)], str(error))
+            damaged |= dict.fromkeys(tables or [text_name(split)], str(error))
             continue
         first = 0
         for record, part in zip(manifest.of(split), part_starts(manifest.of(split)), strict=True):
@@ -91,10 +95,12 @@ def _texts(folder: Path, manifest: Manifest, found: dict[str, str]) -> dict[str,
     return texts
 
 
-def _inconsistency(
+def _find_inconsistency(
     folder: Path, record: ShardRecord, spec: FeatureSpec, texts: tuple[TextTable, int, int] | None
 ) -> str | None:
-    """What is wrong with a shard's schema, rows or counts; these are compared with its texts where there are any."""
+    """Describe the fault in a shard's schema, rows or counts; None where there is none. Rows and counts are compared
+    with the shard's texts, where these are given.
+    """
     try:
         reader = open_shard(folder, record, spec)
     except PipelineError as error:
@@ -119,43 +125,43 @@ def _inconsistency(
 def verify(
     folder: Path, recipe_path: Path | None, overrides: list[str], rows: int, repair: bool, against: str | None = None
 ) -> None:
-    """Prints what was checked. Raises PipelineError when something is wrong (and was not repaired)."""
+    """Print the results of all checks. Raise PipelineError for a fault that was not repaired."""
     output = json.dumps(str(folder.absolute().parent.resolve()), ensure_ascii=False)  # in TOML's syntax
     overrides = [*overrides, f"output={output}"]
     recipe = load_recipe(recipe_path, overrides) if recipe_path else own_recipe(folder, overrides)
     if recipe is None and (rows or repair):
         raise PipelineError(
             f"{folder} holds no {OWN_RECIPE} that this user wrote for it on this machine, and no other recipe of a "
-            "folder is trusted: give the one that it was dumped with, --recipe RECIPE (and the overrides, --set "
+            "folder is trusted: name the one that it was dumped with, --recipe RECIPE (and the overrides, --set "
             "section.key=value). --rows 0 checks sizes and checksums without one"
         )
-    found = _damaged(folder, recipe)
+    damaged = _fetch_damaged(folder, recipe)
     manifest = Manifest.load(folder)
-    for name, reason in found.items():
+    for name, reason in damaged.items():
         print(f"{name}: {reason}")
-    whole = sum(record.name not in found for record in manifest.files)
-    print(f"{whole} of {len(manifest.files)} tables and shards are whole; complete: {manifest.complete}")
-    if repair and recipe and (found or not manifest.complete):
-        _repair(folder, recipe, manifest, found)
+    intact = sum(record.name not in damaged for record in manifest.files)
+    print(f"{intact} of {len(manifest.files)} tables and shards are whole; complete: {manifest.complete}")
+    if repair and recipe and (damaged or not manifest.complete):
+        _repair(folder, recipe, manifest, damaged)
         manifest = Manifest.load(folder)
-        found = damaged_shards(folder, manifest)
-    if found or not manifest.complete:
+        damaged = damaged_shards(folder, manifest)
+    if damaged or not manifest.complete:
         raise PipelineError(f"{folder} is not whole. Repair it: jakiro verify {folder} --recipe RECIPE --repair")
     if recipe and rows:
         _forward_again(folder, recipe, manifest, rows, against)
 
 
-def _damaged(folder: Path, recipe: Recipe | None) -> dict[str, str]:
-    """What is damaged here is fetched again where a store has it; what is damaged there, too, stays."""
+def _fetch_damaged(folder: Path, recipe: Recipe | None) -> dict[str, str]:
+    """Return the damaged files. Local ones are first fetched again from the store; those damaged there, too, remain."""
     if recipe:
         fetch(recipe, checksums=False)
-    found = damaged_shards(folder, Manifest.load(folder))
-    if found and recipe and recipe.features.store:
-        for name in found:
+    damaged = damaged_shards(folder, Manifest.load(folder))
+    if damaged and recipe and recipe.features.store:
+        for name in damaged:
             (folder / name).unlink(missing_ok=True)
         fetch(recipe, checksums=False)
-        found = damaged_shards(folder, Manifest.load(folder))
-    return found
+        damaged = damaged_shards(folder, Manifest.load(folder))
+    return damaged
 
 
 def _require_runs_folder(folder: Path, recipe: Recipe) -> None:
@@ -163,29 +169,29 @@ def _require_runs_folder(folder: Path, recipe: Recipe) -> None:
         raise PipelineError(f"{folder}: the features folder of a run is called {recipe.paths.features.name}")
 
 
-def _repair(folder: Path, recipe: Recipe, manifest: Manifest, found: dict[str, str]) -> None:
-    """Dumps again what was found damaged, and what is missing."""
+def _repair(folder: Path, recipe: Recipe, manifest: Manifest, damaged: dict[str, str]) -> None:
+    """Dump damaged and missing files again."""
     require_dump_of(recipe, manifest.spec, partial(recorded, folder), folder)
     _require_runs_folder(folder, recipe)
     store = store_of(recipe)
-    for name in {record.name for record in manifest.files} & set(found):
+    for name in {record.name for record in manifest.files} & set(damaged):
         if store is not None:
             store.delete(name)
-        (folder / name).unlink(missing_ok=True)  # the dump takes a file for whole by its size and SHA-256
+        (folder / name).unlink(missing_ok=True)  # else the dump trusts its size and SHA-256
     print("\n".join(dump(recipe)))
     fetch(recipe, checksums=False)
 
 
 def _forward_again(folder: Path, recipe: Recipe, manifest: Manifest, rows: int, against: str | None) -> None:
-    """Compares a sample of each set with the target, by another engine where one is named."""
+    """Compare a sample of each set with the target, by another engine where one is named."""
     _require_runs_folder(folder, recipe)
     if differences := of_another_target(identify(recipe.target), manifest.spec):
         raise PipelineError(
             f"{folder}: dumped from another target than {recipe.target.model} is now ({'; '.join(differences)}); dump "
             "again"
         )
-    said, wrong = compare(folder, manifest.spec, recipe.target, rows, against)
-    print("\n".join(said))
+    lines, wrong = compare(folder, manifest.spec, recipe.target, rows, against)
+    print("\n".join(lines))
     if wrong:
         raise PipelineError(f"{folder}: the hidden states of {wrong} are not the target's; dump into another folder")
 

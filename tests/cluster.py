@@ -18,9 +18,9 @@ RAY = "import sys; from ray.scripts.scripts import main; sys.executable = sys.ar
 @dataclass(frozen=True)
 class Cluster:
     folder: str
-    python: str  # what Ray starts its workers with
+    python: str  # interpreter of the workers
     address: str
-    dashboard: str  # its address, if it was asked for: what takes jobs
+    dashboard: str  # address of the dashboard, which takes jobs
 
     def start_node(self, *options: str) -> None:
         node = ["start", f"--num-cpus={CPUS}", "--disable-usage-stats", f"--dashboard-agent-listen-port={free_port()}"]
@@ -29,25 +29,25 @@ class Cluster:
         assert started.returncode == 0, started.stderr
 
     def raylets(self) -> list[int]:
-        """The process of each node, in the order in which they were started."""
-        found = [pid for pid, words in self._processes() if words.partition(" ")[0].endswith("/raylet")]
-        return sorted(found, key=lambda pid: Path(f"/proc/{pid}").stat().st_ctime_ns)  # numbers are given out anew
+        """Return the raylet of each node, in the order of their start."""
+        pids = [pid for pid, words in self._processes() if words.partition(" ")[0].endswith("/raylet")]
+        return sorted(pids, key=lambda pid: Path(f"/proc/{pid}").stat().st_ctime_ns)  # process ids are reused
 
     def stop(self) -> None:
-        """`ray stop` would stop every cluster of the machine."""
+        """Stop this cluster alone: `ray stop` would stop every cluster of the machine."""
         for pid, _ in self._processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def _processes(self) -> list[tuple[int, str]]:
-        """(pid, command line)"""
-        found = []
+        """Return (pid, command line) of the cluster's processes."""
+        processes = []
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 if self.folder in words:
-                    found.append((int(entry.name), words))
-        return found
+                    processes.append((int(entry.name), words))
+        return processes
 
 
 @contextlib.contextmanager

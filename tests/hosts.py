@@ -1,6 +1,5 @@
 """Hosts on one machine: each has its own network, processes, name, /tmp, /local, /dev/shm, keys, tokens and caches, an
-ssh server, and this machine's installation. They share what lies in SHARED, and nothing else. Needs root, ip, sshd and
-pdsh.
+ssh server, and this machine's installation. They share only the files in SHARED. They need root, ip, sshd and pdsh.
 """
 
 import contextlib
@@ -18,10 +17,13 @@ from tests.kit import ROOT, command_environment, wait_until
 
 SHARED = "/srv/shared"  # as the hosts see it
 GATE = "10.77.0.1"  # this machine, from the hosts
-LACKING = [name for name in ("ip", "unshare", "nsenter", "sshd", "ssh-keygen", "pdsh") if shutil.which(name) is None]
-MISSING = f"two hosts need root and {', '.join(LACKING) or 'nothing else'}" if LACKING or os.geteuid() else ""
-OWN = ("root/.ssh", "root/.ray", "root/.cache", "tmp", "local")  # the rest of /root may hold this machine's Python
-# The first process of a host: its end is the host's. A checkout in /tmp is seen there, too.
+TOOLS = ("ip", "unshare", "nsenter", "sshd", "ssh-keygen", "pdsh")
+ABSENT_TOOLS = [name for name in TOOLS if shutil.which(name) is None]
+NEEDED = f"two hosts need root and {', '.join(ABSENT_TOOLS) or 'nothing else'}"
+MISSING = NEEDED if ABSENT_TOOLS or os.geteuid() else ""
+# Folders of each host; the rest of /root may hold this machine's Python.
+OWN_FOLDERS = ("root/.ssh", "root/.ray", "root/.cache", "tmp", "local")
+# The first process of a host: the host ends with it. The host sees a checkout in /tmp, too.
 BOOT = """
 set -e
 hostname "$1"
@@ -41,27 +43,27 @@ exec /usr/sbin/sshd -D -e -o PermitRootLogin=yes -o StrictModes=no -o HostKey=/r
 class Host:
     name: str
     address: str
-    folder: Path  # what is its own
+    folder: Path  # its own files
     shared: Path
     process: subprocess.Popen | None = None
     log: list[str] = field(default_factory=list)
 
     def start(self) -> None:
-        own = self.name, str(self.folder), str(self.shared), self.address, " ".join(OWN), str(ROOT)
-        boot = ["bash", "-c", BOOT, "boot", *own]
+        arguments = self.name, str(self.folder), str(self.shared), self.address, " ".join(OWN_FOLDERS), str(ROOT)
+        boot = ["bash", "-c", BOOT, "boot", *arguments]
         spaces = ["unshare", "--mount", "--uts", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
         with (self.folder / "boot.log").open("w") as log:
             self.process = subprocess.Popen([*spaces, *boot], stdout=log, stderr=log)
         wait_until(lambda: self._first() is not None)
         card = f"02:00:0a:4d:00:{int(self.end.removeprefix('jk')):02x}"  # its own again after a death: others know it
-        there = ("peer", "name", "eth0", "address", card, "netns", str(self._first()))
-        ip("link", "add", self.end, "type", "veth", *there)
+        peer = ("peer", "name", "eth0", "address", card, "netns", str(self._first()))
+        ip("link", "add", self.end, "type", "veth", *peer)
         ip("link", "set", self.end, "master", "jkbridge", "up")
         wait_until(lambda: self.run("ssh", "-o", "ConnectTimeout=1", self.name, "true").returncode == 0)
 
     @property
     def end(self) -> str:
-        """Its cable's, on this side."""
+        """The name of its network cable's end on this machine."""
         return f"jk{self.address.rpartition('.')[2]}"
 
     def _first(self) -> int | None:
@@ -69,11 +71,11 @@ class Host:
         return int(children[0]) if children else None
 
     def command(self, *words: str, **environment: str) -> list[str]:
-        """What runs a command there, from here."""
+        """Return the words that run a command on the host, from this machine."""
         inside = ["nsenter", f"--target={self._first()}", "--mount", "--uts", "--net", "--pid"]
-        known = command_environment(**environment)
+        variables = command_environment(**environment)
         keep = ("PATH", "DS_ACCELERATOR", *environment)
-        settings = [f"{name}={known[name]}" for name in keep if name in known]
+        settings = [f"{name}={variables[name]}" for name in keep if name in variables]
         return [*inside, "env", "-i", "HOME=/root", *settings, "bash", "-c", 'cd /root; exec "$@"', "bash", *words]
 
     def run(self, *words: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess:
@@ -84,7 +86,7 @@ class Host:
             return subprocess.Popen(self.command(*words, **environment), stdout=out, stderr=subprocess.STDOUT)
 
     def die(self) -> None:
-        """As when its power is cut: nothing comes from it any more, and all its processes end at once."""
+        """Cut the host off as a power failure does: its network is gone, and all its processes end at once."""
         ip("link", "del", self.end)
         os.kill(self._first(), signal.SIGKILL)
         self.process.wait()
@@ -99,25 +101,24 @@ def started(*names: str) -> Iterator[list[Host]]:
     base = Path(tempfile.mkdtemp(prefix="hosts-", dir="/var/tmp"))
     (base / "shared").mkdir()
     hosts = [Host(name, f"10.77.0.{11 + number}", base / name, base / "shared") for number, name in enumerate(names)]
-    for left in ("jkbridge", *(host.end for host in hosts)):  # by a session that was killed
-        subprocess.run(["ip", "link", "del", left], capture_output=True, check=False)
+    for leftover in ("jkbridge", *(host.end for host in hosts)):  # left by a session that was killed
+        subprocess.run(["ip", "link", "del", leftover], capture_output=True, check=False)
     ip("link", "add", "jkbridge", "type", "bridge")
     try:
         ip("addr", "add", f"{GATE}/24", "dev", "jkbridge")
         ip("link", "set", "jkbridge", "up")
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(base / "key")], check=True)
-        known = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in hosts)
+        hosts_file = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in hosts)
         for host in hosts:
-            for name in (*OWN, "etc"):
+            for name in (*OWN_FOLDERS, "etc"):
                 (host.folder / name).mkdir(parents=True)
-            (host.folder / "etc/hosts").write_text(known)
+            (host.folder / "etc/hosts").write_text(hosts_file)
             ssh = host.folder / "root/.ssh"
             shutil.copy(base / "key", ssh / "id_ed25519")
             shutil.copy(base / "key.pub", ssh / "authorized_keys")
             options = ("StrictHostKeyChecking no", "UserKnownHostsFile /dev/null", "LogLevel ERROR")
-            (ssh / "config").write_text(
-                "\n".join((*options, "ServerAliveInterval 15", ""))
-            )  # else ssh waits for the dead
+            # Without ServerAliveInterval, ssh waits for a dead host.
+            (ssh / "config").write_text("\n".join((*options, "ServerAliveInterval 15", "")))
             host.start()
         yield hosts
     finally:
@@ -131,5 +132,5 @@ def started(*names: str) -> Iterator[list[Host]]:
 
 
 def code() -> str:
-    """PYTHONPATH on each host, where the checkout is not installed."""
+    """Return PYTHONPATH for each host, where the checkout is not installed."""
     return f"{ROOT}:{ROOT / 'infra/command'}"

@@ -50,8 +50,8 @@ def interrupted(
             os.killpg(process.pid, signal.SIGKILL)
     wait_until(lambda: not holding_files(os.getsid, process.pid))
     wait_until(lambda: not any(mark in words_of(process) for process in Path("/proc").glob("[0-9]*")))
-    said = error.read_text().replace("\r", "\n").splitlines()
-    return process.returncode, [line for line in said if line and "it/s" not in line]
+    lines = error.read_text().replace("\r", "\n").splitlines()
+    return process.returncode, [line for line in lines if line and "it/s" not in line]
 
 
 def words_of(process: Path) -> str:
@@ -80,11 +80,10 @@ def test_a_dump_ends_in_one_line(slow, tmp_path, warm, engine):
     recipe, run = slow
     python = engines.environment(tmp_path / "environment")
     workers = ["features.workers=2", "features.planners=1"]
-    own = [f"target.engine_python={python}", *workers] if engine == "vllm" else []
-    process = Forked(
-        dump_command(recipe, f"target.engine={engine}", *own), command_environment(**warm), tmp_path / "stderr"
-    )
-    manifest, count = run / "features/manifest.json", 2 if own else 0
+    engine_settings = [f"target.engine_python={python}", *workers] if engine == "vllm" else []
+    command = dump_command(recipe, f"target.engine={engine}", *engine_settings)
+    process = Forked(command, command_environment(**warm), tmp_path / "stderr")
+    manifest, count = run / "features/manifest.json", 2 if engine_settings else 0
 
     def began() -> bool:
         return manifest.exists() and len(engines.started(python)) == count

@@ -71,9 +71,9 @@ entry.run(lambda: run.follow([job]))
     assert not (tmp_path / "cancelled").exists()
 
 
-def refusal(recipe: Path, *more: str) -> str:
+def refusal(recipe: Path, *arguments: str) -> str:
     with pytest.raises(PipelineError) as refused:
-        call(run.main, str(recipe), "--on", *more)
+        call(run.main, str(recipe), "--on", *arguments)
     return str(refused.value)
 
 
@@ -83,8 +83,8 @@ def test_what_cannot_be_is_refused(recipe, tmp_path, monkeypatch):
     relative = refusal(recipe, "ray://head", "--set", "output=runs/tiny")
     assert relative.startswith("output=runs/tiny: a job runs in a temporary folder")
     keys = ("target.device=auto", "train.ranks=16", "train.micro_batch=1", "train.global_batch=16")
-    many = refusal(recipe, "ray://head", *(word for key in keys for word in ("--set", key)))
-    assert many == "train.ranks=16 are more than one node has (--gpus-per-node=8)"
+    too_many = refusal(recipe, "ray://head", *(word for key in keys for word in ("--set", key)))
+    assert too_many == "train.ranks=16 are more than one node has (--gpus-per-node=8)"
 
 
 def test_gpus_that_a_ray_job_asks_for_are_its_own(tiny_target, tmp_path):
@@ -93,8 +93,8 @@ def test_gpus_that_a_ray_job_asks_for_are_its_own(tiny_target, tmp_path):
     tree["target"]["device"], tree["eval"]["workers"], tree["train"]["ranks"] = "auto", 4, 8
     tree["train"] |= {"global_batch": 8, "micro_batch": 1}
     recipe = Recipe.model_validate(tree)
-    asked = {stage: run._gpus_of(stage, recipe, 8) for stage in ("dump", "feed", "train", "eval")}
-    assert asked == {"dump": 0, "feed": 0, "train": 8, "eval": 0}
+    gpus = {stage: run._gpus_of(stage, recipe, 8) for stage in ("dump", "feed", "train", "eval")}
+    assert gpus == {"dump": 0, "feed": 0, "train": 8, "eval": 0}
     del tree["train"]["ranks"]
     with pytest.raises(PipelineError, match=r"train.ranks is not set"):
         run._gpus_of("train", Recipe.model_validate(tree), 8)
@@ -107,8 +107,8 @@ def test_ray_runs_all_stages_on_a_cluster_and_again_does_nothing(recipe, tmp_pat
     environment = command_environment(PYTHONPATH=str(ROOT / "infra/command"))
     place = f"ray://{taking_jobs.dashboard.removeprefix('http://')}"
 
-    def on(*more: str) -> subprocess.CompletedProcess:
-        command = [*JAKIRO, "run", str(recipe), "--on", place, *more]
+    def on(*arguments: str) -> subprocess.CompletedProcess:
+        command = [*JAKIRO, "run", str(recipe), "--on", place, *arguments]
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, cwd=tmp_path)
 
     done = on()

@@ -51,20 +51,20 @@ def store() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def three(store) -> Iterator[list[Host]]:
-    with hosts.started("host-a", "host-b", "host-c") as found, pytest.MonkeyPatch.context() as patch:
+    with hosts.started("host-a", "host-b", "host-c") as all_hosts, pytest.MonkeyPatch.context() as patch:
         for name, value in KEYS.items():
             patch.setenv(name, value)
         FileSystem.from_uri(store)[0].create_dir("hosts")
-        for host in found:
+        for host in all_hosts:
             (host.folder / "root/.ray/auth_token").write_text(TOKEN)
             (host.folder / "local/jakiro").write_text(f'#!/bin/sh\nexec {shlex.join(JAKIRO)} "$@"\n')
             (host.folder / "local/jakiro").chmod(0o755)
-        yield found
+        yield all_hosts
 
 
-def settings(**more: str) -> dict[str, str]:
+def settings(**extra: str) -> dict[str, str]:
     ray = {"RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0", "RAY_DEDUP_LOGS": "0"}
-    return {"PYTHONPATH": code(), "PATH": f"/local:{BIN}:{os.environ['PATH']}", **ray, **KEYS, **more}
+    return {"PYTHONPATH": code(), "PATH": f"/local:{BIN}:{os.environ['PATH']}", **ray, **KEYS, **extra}
 
 
 def join(host: Host, head: Host) -> None:
@@ -80,12 +80,12 @@ def join(host: Host, head: Host) -> None:
 
 @pytest.fixture(scope="module")
 def recipe(three, tiny_target, store) -> Path:
-    """In the shared folder, with the target and the data beside it."""
+    """A recipe in the shared folder, with the target and the data next to it."""
     shared = three[0].shared
     shutil.copytree(tiny_target, shared / "target")
     write_sharegpt(shared / "data.json", 1200)
-    there = Path(hosts.SHARED)
-    tree = recipe_tree(there / "target", there / "data.json", there / "run")
+    shared_folder = Path(hosts.SHARED)
+    tree = recipe_tree(shared_folder / "target", shared_folder / "data.json", shared_folder / "run")
     del tree["draft"]["eagle"]
     tree["features"] |= {"workers": 2, "cpus_per_worker": 2, "hang_seconds": 60}
     tree["features"]["store"] = store
@@ -94,7 +94,7 @@ def recipe(three, tiny_target, store) -> Path:
     return write_recipe(tree, shared / "tiny.toml")
 
 
-def here(recipe: Path) -> str:
+def path_on_hosts(recipe: Path) -> str:
     return f"{hosts.SHARED}/{recipe.name}"
 
 
@@ -115,8 +115,8 @@ def test_a_dump_across_two_hosts_outlives_one_of_them(three, recipe, tmp_path):
     wait_until(lambda: process.poll() is not None or all(f"ip={host.address}" in log.read_text() for host in (b, c)))
     for host in early:
         host.run("pkill", "-CONT", "-f", "^ray::WorkerActor")
-    known = shards_of(manifest)
-    wait_until(lambda: process.poll() is not None or shards_of(manifest) >= known + 6)
+    finished = shards_of(manifest)
+    wait_until(lambda: process.poll() is not None or shards_of(manifest) >= finished + 6)
     assert process.poll() is None, log.read_text()
     b.die()
     assert process.wait(300) == 0, log.read_text()
@@ -133,30 +133,31 @@ def alone(three, recipe) -> Path:
     tree = json.loads(recipe.read_text())
     tree["output"], tree["features"]["store"] = f"{hosts.SHARED}/alone", None
     tree["train"] |= {"shards": None}
-    mine = here(write_recipe(tree, recipe.with_name("alone.toml")))
-    for command in ([*JAKIRO, "dump", mine], [*JAKIRO, "train", mine]):
+    recipe_path = path_on_hosts(write_recipe(tree, recipe.with_name("alone.toml")))
+    for command in ([*JAKIRO, "dump", recipe_path], [*JAKIRO, "train", recipe_path]):
         done = three[0].run(*command, **settings())
         assert done.returncode == 0, done.stdout + done.stderr
     return three[0].shared / "alone"
 
 
 def test_its_shards_are_those_of_one_host(three, recipe, alone):
-    found = [
+    checksums = [
         {shard.name: shard.sha256 for shard in Manifest.load(output / "features").shards}
         for output in (three[0].shared / "run", alone)
     ]
-    assert found[0] == found[1] and len(found[0]) > 4
+    assert checksums[0] == checksums[1] and len(checksums[0]) > 4
 
 
 def test_training_across_two_hosts_goes_on_after_one_has_died(three, recipe, alone):
     a, b, _ = three
     b.start()
-    told = settings(DS_ACCELERATOR="cpu", PATH=os.environ["PATH"])
+    environment_variables = settings(DS_ACCELERATOR="cpu", PATH=os.environ["PATH"])
     for host in three[:2]:
-        (host.folder / "root/.ssh/deepspeed_env").write_text("".join(f"{name}={told[name]}\n" for name in told))
+        lines = "".join(f"{name}={value}\n" for name, value in environment_variables.items())
+        (host.folder / "root/.ssh/deepspeed_env").write_text(lines)
     (a.shared / "hostfile").write_text("host-a slots=1\nhost-b slots=1\n")
     launch = [str(BIN / "deepspeed"), "--hostfile", f"{hosts.SHARED}/hostfile", "--master_addr", a.address]
-    launch += [str(ROOT / "train/main.py"), here(recipe)]
+    launch += [str(ROOT / "train/main.py"), path_on_hosts(recipe)]
     environment = settings(DS_ENV_FILE="/root/.ssh/deepspeed_env")
     log, resume = a.folder / "train.log", a.shared / "run/drafts"
     process = a.start_command(log, *launch, **environment)

@@ -1,6 +1,4 @@
-"""Commands of this project that another one starts: each in a session of its own, and none outlives the one that
-started it.
-"""
+"""Child commands of this project: each runs in a session of its own, and none outlives the process that started it."""
 
 import ctypes
 import os
@@ -10,20 +8,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-PATIENCE = 20  # seconds for a command that was asked to end
+TERMINATION_SECONDS = 20  # seconds that a command has to end after SIGTERM
 PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 _libc = ctypes.CDLL(None)
 
 
 def end_with_parent(number: int = signal.SIGTERM) -> None:
-    """Have this process sent a signal when the one that started it has ended, however that was."""
+    """Ask the kernel to send this process the signal `number` when its parent ends, for whatever reason."""
     _libc.prctl(PR_SET_PDEATHSIG, number)
 
 
 @contextmanager
 def started(command: list[str], environment: Mapping[str, str], **options: Any) -> Iterator[subprocess.Popen]:
-    """Runs a command during the block, behind which no rank, actor or launcher of it stays: it is asked to end, and
-    made to in the end.
+    """Run a command during the block. After it, none of its ranks, actors or launchers is left: it gets SIGTERM, and
+    SIGKILL after `TERMINATION_SECONDS`.
     """
     options |= {"env": environment, "start_new_session": True, "preexec_fn": end_with_parent}
     process = subprocess.Popen(command, **options)
@@ -32,7 +30,7 @@ def started(command: list[str], environment: Mapping[str, str], **options: Any) 
     finally:
         _send(process, signal.SIGTERM)
         try:
-            process.wait(PATIENCE)
+            process.wait(TERMINATION_SECONDS)
         except subprocess.TimeoutExpired:
             _send(process, signal.SIGKILL)
             process.wait()
@@ -44,10 +42,10 @@ def _send(process: subprocess.Popen, number: int) -> None:
 
 
 @contextmanager
-def without_ctrl_c() -> Iterator[None]:
-    """Processes that are started in this block never hear of Ctrl-C: who started them ends them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def ignore_sigint_in_children() -> Iterator[None]:
+    """Block SIGINT, so that processes started in this block ignore Ctrl-C: their parent ends them."""
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)

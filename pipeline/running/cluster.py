@@ -1,4 +1,4 @@
-"""What Ray wants before it is started or joined: a short place for its sockets, a head that answers. Without Ray."""
+"""Checks before Ray is started or joined: a short folder for its sockets, a head that answers. Does not import Ray."""
 
 import os
 import socket
@@ -11,20 +11,20 @@ from urllib.parse import urlsplit
 from pipeline.basics.errors import PipelineError
 
 ADDRESS = "RAY_ADDRESS"
-LONGEST_SOCKET = 107  # bytes of a Unix socket's path
-RAYS_SOCKET = "/ray-12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"  # in `private_folder`
+MAX_SOCKET_PATH = 107  # bytes of a Unix socket's path
+SOCKET_SUFFIX = "/ray-12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"  # in `private_folder`
 SHORT = "/tmp"
-LAST_CLUSTER = "ray/ray_current_cluster"  # where `ray start` leaves the address that "auto" means
-KNOCK = 5.0  # seconds that a head has to answer
+LAST_CLUSTER_FILE = "ray/ray_current_cluster"  # where `ray start` leaves the address that "auto" means
+CONNECT_SECONDS = 5.0  # seconds that a head has to answer
 
 
 def ray_address() -> str | None:
-    """Return the address of the Ray that is joined; None where one is started on this machine."""
+    """Return the address of the Ray cluster to join; None where Ray is started on this machine."""
     return os.environ.get(ADDRESS) or None
 
 
 def require_cluster() -> None:
-    """Raises PipelineError where Ray can be neither joined nor started: the head at RAY_ADDRESS does not answer, or no
+    """Raise PipelineError where Ray can be neither joined nor started: the head at RAY_ADDRESS does not answer, or no
     folder is short enough for its sockets.
     """
     if ray_address():
@@ -34,19 +34,19 @@ def require_cluster() -> None:
 
 
 def require_head() -> None:
-    """Raises PipelineError where nothing listens at the address that RAY_ADDRESS means."""
+    """Raise PipelineError where nothing listens at the address that RAY_ADDRESS names."""
     address = ray_address() or "auto"
-    if (means := _last_cluster() if address == "auto" else address) in (None, "local"):
-        return  # Ray itself looks for one, or starts one
-    parts = urlsplit(means if "://" in means else f"ray://{means}")
+    if (head := _last_cluster() if address == "auto" else address) in (None, "local"):
+        return  # Ray itself looks for a cluster, or starts one
+    parts = urlsplit(head if "://" in head else f"ray://{head}")
     try:
         host, port = parts.hostname, parts.port
-    except ValueError:  # of a port that is no number
+    except ValueError:  # the port is no number
         host = port = None
     if parts.scheme != "ray" or not host or not port:
         raise PipelineError(f"{ADDRESS}={address!r}: expected HOST:PORT of Ray's head, or 'auto'")
     try:
-        socket.create_connection((host, port), KNOCK).close()
+        socket.create_connection((host, port), CONNECT_SECONDS).close()
     except OSError as error:
         raise PipelineError(
             f"{ADDRESS}={address!r}: no Ray answers at {host}:{port} ({error.strerror or error}). Start its head (ray "
@@ -55,26 +55,26 @@ def require_head() -> None:
 
 
 def _last_cluster() -> str | None:
-    path = Path(os.environ.get("RAY_TMPDIR") or SHORT) / LAST_CLUSTER
+    path = Path(os.environ.get("RAY_TMPDIR") or SHORT) / LAST_CLUSTER_FILE
     return path.read_text().strip() or None if path.is_file() else None
 
 
 def sockets_place() -> str:
-    """Return a folder for Ray's files. Raises PipelineError where there is none."""
+    """Return a folder for Ray's files. Raise PipelineError where there is none."""
     places = [os.environ.get("RAY_TMPDIR", ""), tempfile.gettempdir(), SHORT]
     for place in places:
-        if len(os.fsencode(place + RAYS_SOCKET)) <= LONGEST_SOCKET and os.access(place, os.W_OK | os.X_OK):
+        if len(os.fsencode(place + SOCKET_SUFFIX)) <= MAX_SOCKET_PATH and os.access(place, os.W_OK | os.X_OK):
             return place
     raise PipelineError(
-        f"Ray has no place for its sockets: got {', '.join(filter(None, places))}, expected a folder that can be "
-        f"written to, with a path of at most {LONGEST_SOCKET - len(RAYS_SOCKET)} bytes. Name one in RAY_TMPDIR"
+        f"Ray has no place for its sockets: got {', '.join(filter(None, places))}, expected a writable folder with a "
+        f"path of at most {MAX_SOCKET_PATH - len(SOCKET_SUFFIX)} bytes. Name one in RAY_TMPDIR"
     )
 
 
 @contextmanager
 def private_folder() -> Iterator[str]:
-    """For Ray's sockets and logs, which Ray lets everyone write to: in a folder that no other user may enter. Raises
-    PipelineError where there is no place for it.
+    """Yield a folder for Ray's sockets and logs. Ray lets everyone write to these, so it lies in a folder that no other
+    user may enter. Raise PipelineError where there is no place for it.
     """
     with tempfile.TemporaryDirectory(prefix="ray-", dir=sockets_place(), ignore_cleanup_errors=True) as folder:
         yield f"{folder}/r"

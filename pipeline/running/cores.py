@@ -1,36 +1,36 @@
-"""The processors of this machine: how many threads a process takes, and how many processes are too many."""
+"""The processors of this machine: threads of a process, and the limit on the number of processes."""
 
 import os
 
 from pipeline.basics.errors import PipelineError
 
-CROWD = 4  # processes a core, from which on a number is taken for a mistake
-ENOUGH = 32  # so many are no crowd anywhere
+MAX_PER_CORE = 4  # processes a core; a larger number is taken for a mistake
+ALWAYS_ALLOWED = 32  # processes that may be started on any machine, however few cores it has
 
 
 def cores() -> int:
-    """How many processors this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
-def workers_as_everyone() -> None:
-    """A local Ray's workers get their share of the cores: at Ray's own niceness of 15 a worker beside a few busy
-    processes hardly runs at all, and takes half an hour to start. The user's RAY_worker_niceness wins.
+def set_worker_niceness() -> None:
+    """Let the workers of a local Ray run at niceness 0. At Ray's default of 15 a worker hardly runs next to a few busy
+    processes, and takes half an hour to start. The user's RAY_worker_niceness takes precedence.
     """
     os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 def asked_threads() -> int | None:
-    """The number in OMP_NUM_THREADS, which the user sets and, in a worker, Ray: to the worker's CPUs."""
+    """Return the number in OMP_NUM_THREADS. The user sets it, or, in a worker, Ray: to the worker's CPUs."""
     text = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(text) or None if text.isdecimal() else None
 
 
-def require_few(key: str, processes: int) -> None:
-    """Raises PipelineError for more processes than this machine could ever serve."""
-    most = max(CROWD * cores(), ENOUGH)
-    if processes > most:
+def check_process_count(key: str, processes: int) -> None:
+    """Raise PipelineError for more processes than this machine can serve. `key`: the recipe key that requests them."""
+    limit = max(MAX_PER_CORE * cores(), ALWAYS_ALLOWED)
+    if processes > limit:
         raise PipelineError(
-            f"{key}={processes}, but this machine has {cores()} cores: at most {most} processes of that kind are "
+            f"{key}={processes}, but this machine has {cores()} cores: at most {limit} processes of that kind are "
             "started on it"
         )

@@ -1,6 +1,6 @@
-"""How every entry point ends, each time in one message on stderr: bad input (a PipelineError) or a file system that
-refuses with status 2, Ctrl-C with 130, SIGTERM with 143; anything else keeps its traceback. Addresses are
-printed without their queries.
+"""The end of every entry point. Each prints one message on stderr: bad input (a PipelineError) and a refusing file
+system end with status 2, Ctrl-C with 130, SIGTERM with 143; any other error keeps its traceback. Addresses are printed
+without their queries.
 """
 
 import argparse
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from pipeline.recipe.recipe import Recipe
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-KEPT, AGAIN = "what is finished is kept", "run the same command again to continue"
-_ELSEWHERE = "or give another place (the recipe's output)"
-_IN_THE_WAY = (errno.ENOTDIR, errno.EEXIST)
-_REMEDIES = {  # by what a file system refuses
-    **dict.fromkeys(FULL, f"Free some space, {_ELSEWHERE}"),
-    errno.EFBIG: f"Raise the limit on a file's size (ulimit -f), {_ELSEWHERE}",
-    **dict.fromkeys((errno.EACCES, errno.EPERM), f"Change its permissions, {_ELSEWHERE}"),
-    errno.EROFS: f"Mount it for writing, {_ELSEWHERE}",
-    **dict.fromkeys(_IN_THE_WAY, f"Move it away, for a folder has to be there, {_ELSEWHERE}"),
+RESULTS_KEPT, RUN_AGAIN = "what is finished is kept", "run the same command again to continue"
+_OTHER_OUTPUT = "or give another place (the recipe's output)"
+_BLOCKED_PATH = (errno.ENOTDIR, errno.EEXIST)
+_REMEDIES = {  # by the error number of a file system's refusal
+    **dict.fromkeys(FULL, f"Free some space, {_OTHER_OUTPUT}"),
+    errno.EFBIG: f"Raise the limit on a file's size (ulimit -f), {_OTHER_OUTPUT}",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), f"Change its permissions, {_OTHER_OUTPUT}"),
+    errno.EROFS: f"Mount it for writing, {_OTHER_OUTPUT}",
+    **dict.fromkeys(_BLOCKED_PATH, f"Move it away, for a folder has to be there, {_OTHER_OUTPUT}"),
     errno.EISDIR: "Move this folder away, for a file has to be there",
     errno.ENAMETOOLONG: "Give a shorter name (the recipe's output or name)",
     errno.ENOENT: "Check the path: nothing can be made there, or a file is missing",
@@ -40,55 +40,57 @@ _REMEDIES = {  # by what a file system refuses
 
 
 def run(main: Callable[[], None], keeps: bool = False) -> None:
-    """Run a command. The first Ctrl-C or SIGTERM raises KeyboardInterrupt, so that what is open is closed; a second one
-    ends it at once. `keeps`: run again, it goes on from what is finished. Notes of a KeyboardInterrupt say what is not.
+    """Run a command. The first Ctrl-C or SIGTERM raises KeyboardInterrupt, so that open files are closed; a second one
+    ends the process at once. `keeps`: a later run continues from the finished results. The notes of a KeyboardInterrupt
+    name results that are lost.
     """
     received: list[int] = []
 
-    def hear(number: int, _frame: object) -> None:
+    def on_signal(number: int, _frame: object) -> None:
         received.append(number)
         if len(received) > 1:
-            leave()
+            interrupt()
         raise KeyboardInterrupt
 
-    def leave(lost: str = "") -> None:
+    def interrupt(lost: str = "") -> None:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        _interrupted([*received, signal.SIGINT][0], f": {KEPT}{lost}; {AGAIN}" if keeps else "")
+        _exit_interrupted([*received, signal.SIGINT][0], f": {RESULTS_KEPT}{lost}; {RUN_AGAIN}" if keeps else "")
 
     for number in SIGNALS:
-        signal.signal(number, hear)
+        signal.signal(number, on_signal)
     try:
         main()
     except (Exception, KeyboardInterrupt) as error:
         if not received and not isinstance(error, KeyboardInterrupt):
             sys.exit(report(error, keeps))
-        leave("".join(f", {note}" for note in getattr(error, "__notes__", ())))  # whatever the signal led to
+        notes = getattr(error, "__notes__", ())  # the signal may have caused any exception
+        interrupt("".join(f", {note}" for note in notes))
 
 
 def run_rank(main: Callable[[], None]) -> None:
-    """Run one of several ranks, which a signal ends at once, and which leaves without Python's teardown: a rank may be
-    waiting for others in a library that hears no signal, and taking a process group apart waits for them, too. The
-    first rank says what is kept. The launcher ends the others when one fails.
+    """Run one of several ranks. A signal ends it at once, without Python's teardown: a rank may wait for other ranks in
+    a library that ignores signals, and destroying a process group waits for them, too. The first rank prints which
+    results are kept. The launcher ends the remaining ranks when one fails.
     """
-    ears, mouth = os.pipe()
-    os.set_blocking(mouth, False)
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
     for number in SIGNALS:
         signal.signal(number, lambda *_: None)
-    signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
-    line = f": {KEPT}; {AGAIN}" if os.environ.get("RANK", "0") == "0" else None
-    threading.Thread(target=lambda: _interrupted(os.read(ears, 1)[0], line), daemon=True).start()
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    line = f": {RESULTS_KEPT}; {RUN_AGAIN}" if os.environ.get("RANK", "0") == "0" else None
+    threading.Thread(target=lambda: _exit_interrupted(os.read(read_end, 1)[0], line), daemon=True).start()
     status = 0
     try:
         main()
     except Exception as error:
         status = report(error, keeps=True)
-    _leave(status)
+    _exit(status)
 
 
 def run_job(stage: str, description: str | None, job: "Callable[[Recipe], Iterable[str]]") -> None:
-    """A command that takes a recipe and nothing else, and prints the lines that `job` returns."""
-    from pipeline.recipe.load import add_recipe_arguments, load_recipe  # torch, which a message need not wait for
+    """Run a command that takes a recipe and nothing else, and print the lines that `job` returns."""
+    from pipeline.recipe.load import add_recipe_arguments, load_recipe  # imports torch: --help need not wait for it
 
     def main() -> None:
         parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -103,8 +105,8 @@ def run_job(stage: str, description: str | None, job: "Callable[[Recipe], Iterab
 
 
 @contextmanager
-def kept_handlers() -> Iterator[None]:
-    """Restores our handlers behind a library that sets its own."""
+def preserve_signal_handlers() -> Iterator[None]:
+    """Restore this project's signal handlers after a library that sets its own."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
@@ -115,7 +117,7 @@ def kept_handlers() -> Iterator[None]:
 
 
 def report(error: Exception, keeps: bool = False) -> int:
-    """Write the error's message, and return the status to end with. `keeps` as in `run`."""
+    """Write the error's message, and return the exit status. `keeps` as in `run`."""
     message = str(error) if isinstance(error, PipelineError) else refusal(error, keeps)
     if message is None:
         sys.stderr.write(public_text("".join(traceback.format_exception(error))))
@@ -125,31 +127,33 @@ def report(error: Exception, keeps: bool = False) -> int:
 
 
 def refusal(error: Exception, keeps: bool) -> str | None:
-    """Return what the file system refuses, and what to do; None for an error that is not of that kind."""
+    """Describe what the file system refuses, and the remedy; return None for an error of another kind."""
     if not isinstance(error, OSError) or (remedy := _REMEDIES.get(error.errno or 0)) is None:
         return None
     if isinstance(error.filename, str | bytes):
         path = os.fsdecode(error.filename)
-        if error.errno in _IN_THE_WAY:
+        if error.errno in _BLOCKED_PATH:
             places = (Path(path), *Path(path).parents)
             path = next((str(place) for place in places if place.exists() and not place.is_dir()), path)
-    elif error.errno in FULL:  # met in writing, which names no file
+    elif error.errno in FULL:  # an error of writing names no file
         path = "a file"
     else:
         return None
-    return f"{path}: {os.strerror(error.errno or 0)}. {remedy}{f'; {KEPT}' if keeps else ''}"
+    return f"{path}: {os.strerror(error.errno or 0)}. {remedy}{f'; {RESULTS_KEPT}' if keeps else ''}"
 
 
-def _interrupted(number: int, line: str | None) -> None:
-    """Say what is kept, and end the process without Python's teardown: another Ctrl-C would print a traceback in it."""
+def _exit_interrupted(number: int, line: str | None) -> None:
+    """Print which results are kept, and end the process without Python's teardown: in that, another Ctrl-C would print
+    a traceback.
+    """
     if line is not None:
-        begin = "\n" if sys.stderr.isatty() else ""  # behind the line of a progress
-        what = "interrupted" if number == signal.SIGINT else "ended by SIGTERM"
-        sys.stderr.write(f"{begin}{what}{line}\n")
-    _leave(128 + number)
+        prefix = "\n" if sys.stderr.isatty() else ""  # after the line of a progress bar
+        event = "interrupted" if number == signal.SIGINT else "ended by SIGTERM"
+        sys.stderr.write(f"{prefix}{event}{line}\n")
+    _exit(128 + number)
 
 
-def _leave(status: int) -> None:
+def _exit(status: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -1,4 +1,4 @@
-"""Tables as Markdown."""
+"""Markdown tables, and text escaped for Markdown."""
 
 import html
 import re
@@ -7,21 +7,21 @@ from collections.abc import Iterable
 from itertools import zip_longest
 from typing import Any
 
-TERMINAL = 100  # columns
-NARROWEST = 6  # of a wrapped table's column
+TERMINAL_WIDTH = 100  # columns
+MIN_COLUMN_WIDTH = 6  # of a wrapped table's column
 
 
 def table(heads: list[str], rows: Iterable[list[Any]]) -> str:
-    """A line for the heads and one for each row."""
+    """Return a Markdown table: a line for the heads and one for each row."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
 
 
-def narrow_table(heads: list[str], rows: Iterable[list[Any]], width: int = TERMINAL) -> str:
-    """Return an aligned table of at most `width` columns: the widest cells go on in further lines."""
+def narrow_table(heads: list[str], rows: Iterable[list[Any]], width: int = TERMINAL_WIDTH) -> str:
+    """Return an aligned table of at most `width` characters: the widest cells are wrapped into further lines."""
     lines = [list(map(str, cells)) for cells in (heads, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    while sum(widths) + 3 * len(widths) + 1 > width and max(widths) > NARROWEST:
+    while sum(widths) + 3 * len(widths) + 1 > width and max(widths) > MIN_COLUMN_WIDTH:
         widths[widths.index(max(widths))] -= 1
     out = []
     for cells in lines:
@@ -34,6 +34,6 @@ def narrow_table(heads: list[str], rows: Iterable[list[Any]], width: int = TERMI
 
 
 def plain(text: str) -> str:
-    """The text as a reader of Markdown or HTML sees it, on one line: nothing in it is markup or moves a cursor."""
+    """Return the text escaped for Markdown and HTML, on one line: nothing in it is markup or moves a cursor."""
     text = "".join(letter for letter in " ".join(text.split()) if letter.isprintable())
     return re.sub(r"([\\`*\[\]|#!~:_])", r"\\\1", html.escape(text, quote=False))

@@ -1,4 +1,4 @@
-"""The stages of a run, each a command of its own: started where it is not done, and shown while it runs.
+"""The stages of a run. Each is a command of its own: it is started unless it is done, and its progress is shown.
 
 A stage that is done is not started again, so a second run continues where the first stopped.
 """
@@ -28,8 +28,8 @@ from pipeline.recipe.identity import run_hash
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import children
-from pipeline.running.cores import require_few
-from pipeline.running.gpus import launch_command, named, require_choice, require_gpus, require_step
+from pipeline.running.cores import check_process_count
+from pipeline.running.gpus import env_assignments, launch_command, require_choice, require_gpus, require_step
 from pipeline.running.state import features_state, require_same_settings, train_state
 
 STAGES = {"preprocess": "dump", "train": "train", "eval": "eval"}  # with their commands' names
@@ -41,8 +41,8 @@ class Stage:
     command: list[str]
     environment: dict[str, str]
     state: Callable[[Recipe], tuple[bool, str]]  # (done, one line for the user)
-    holds: list[Path]  # folders, while it runs
-    feeder: list[str] = field(default_factory=list)  # a command that runs beside it
+    held_folders: list[Path]  # locked while it runs
+    feeder: list[str] = field(default_factory=list)  # a command that runs next to it
 
 
 def stages(recipe_path: str, overrides: list[str], recipe: Recipe) -> list[Stage]:
@@ -50,12 +50,14 @@ def stages(recipe_path: str, overrides: list[str], recipe: Recipe) -> list[Stage
     environment["PYTHONUNBUFFERED"] = "1"
     if recipe.target.device == "cpu":
         environment["DS_ACCELERATOR"] = "cpu"
-    near = Path(sys.executable).with_name("deepspeed")
-    launcher = [str(near) if near.exists() else "deepspeed", "--master_port", str(_free_port())]
+    local_launcher = Path(sys.executable).with_name("deepspeed")
+    launcher = [str(local_launcher) if local_launcher.exists() else "deepspeed", "--master_port", str(_free_port())]
     train = launch_command(launcher, str(ROOT / "train/main.py"), recipe.train, recipe.target.device)
-    making = ["env", *named(recipe.features.gpus), sys.executable] if recipe.features.gpus else [sys.executable]
-    dump = [*making, str(ROOT / "preprocess/dump_features.py"), *arguments]
-    feeder = [*making, str(ROOT / "preprocess/feed.py"), *arguments] if recipe.fed else []
+    interpreter = (
+        ["env", *env_assignments(recipe.features.gpus), sys.executable] if recipe.features.gpus else [sys.executable]
+    )
+    dump = [*interpreter, str(ROOT / "preprocess/dump_features.py"), *arguments]
+    feeder = [*interpreter, str(ROOT / "preprocess/feed.py"), *arguments] if recipe.fed else []
     evaluation = [sys.executable, str(ROOT / "eval/main.py"), *arguments]
     drafts = [recipe.paths.draft(name) for name in recipe.to_train]
     return [
@@ -66,14 +68,14 @@ def stages(recipe_path: str, overrides: list[str], recipe: Recipe) -> list[Stage
 
 
 def _free_port() -> int:
-    """Return a port at which two runs on one machine do not meet."""
+    """Return a free port, so that two runs on one machine do not collide."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def run(recipe_path: str, overrides: list[str], until: str = "eval") -> None:
-    """All stages up to `until`."""
+    """Run all stages up to `until`."""
     recipe = load_recipe(recipe_path, overrides, begin=True)
     _require_possible(recipe, until)
     (recipe.paths.run / "logs").mkdir(parents=True, exist_ok=True)
@@ -93,7 +95,7 @@ def run(recipe_path: str, overrides: list[str], until: str = "eval") -> None:
         done, state = stage.state(recipe)
         if not done:
             log = recipe.paths.run / "logs" / f"{stage.name}.log"
-            raise PipelineError(f"stage {stage.name} ended without an error but is not done: {state}. See {log}")
+            raise PipelineError(f"stage {stage.name} ended without an error, but is not done: {state}. See {log}")
         screen.say(f"{stage.name}: {state}, {_minutes(started)}")
     if until == "eval":
         _print_release(recipe)
@@ -108,7 +110,7 @@ def _require_possible(recipe: Recipe, until: str) -> None:
             require_gpus(recipe.train.ranks or 1)
         require_step(recipe)
     require_same_settings(recipe, [] if until == "preprocess" else recipe.to_train)
-    require_few("train.ranks", recipe.train.ranks or 1)
+    check_process_count("train.ranks", recipe.train.ranks or 1)
     corpora_of(recipe.draft.values())
 
 
@@ -118,15 +120,15 @@ def _minutes(since: float) -> str:
 
 
 def run_stage(recipe: Recipe, stage: Stage) -> None:
-    """Runs the stage's command, and its feeder as long as it has to clean up, and shows what the stage records."""
+    """Run the stage's command, and its feeder until it has cleaned up, and show the progress that the stage records."""
     screen, logs = Screen(sys.stdout), recipe.paths.run / "logs"
     commands = [(f"stage {stage.name}", stage.command, logs / f"{stage.name}.log")]
     if stage.feeder:
         commands.append(("feeding", stage.feeder, logs / "feed.log"))
-        with exclusive(recipe.paths.features, "dump"):  # of an earlier training: nobody is fed now
+        with exclusive(recipe.paths.features, "dump"):  # left by an earlier training: no training reads shards now
             wanted_file(recipe).unlink(missing_ok=True)
-        shares = not (recipe.features.gpus or recipe.train.gpus or recipe.target.device == "cpu")
-        if shares and torch.accelerator.device_count():
+        shares_gpus = not (recipe.features.gpus or recipe.train.gpus or recipe.target.device == "cpu")
+        if shares_gpus and torch.accelerator.device_count():
             screen.say("train: its ranks and its feeder share all GPUs; features.gpus and train.gpus give each its own")
     record = recipe.paths.run / METRICS / f"{STAGES[stage.name]}.json"
     record.unlink(missing_ok=True)
@@ -134,10 +136,10 @@ def run_stage(recipe: Recipe, stage: Stage) -> None:
         with ExitStack() as stack:
             stack.callback(screen.close)
             running = []
-            for what, command, log in commands:
+            for title, command, log in commands:
                 output = {"stdout": stack.enter_context(log.open("w")), "stderr": subprocess.STDOUT}
                 process = stack.enter_context(children.started(command, stage.environment, **output))
-                running.append((what, log, process))
+                running.append((title, log, process))
             while False in [_has_ended(*part) for part in running]:
                 screen.show(read_event(record), stage.name)
                 time.sleep(0.3)
@@ -150,39 +152,39 @@ def run_stage(recipe: Recipe, stage: Stage) -> None:
         screen.say(f"feed: {(logs / 'feed.log').read_text().splitlines()[-1]}")
 
 
-def _has_ended(what: str, log: Path, process: subprocess.Popen) -> bool:
-    """Raises PipelineError, with the command's own message, where it failed."""
+def _has_ended(title: str, log: Path, process: subprocess.Popen) -> bool:
+    """Return whether the command has ended. Raise PipelineError, with the command's own message, where it failed."""
     if process.poll():
-        raise PipelineError(f"{what} failed (status {process.returncode}); the whole log is {log}\n{_last_words(log)}")
+        raise PipelineError(f"{title} failed (status {process.returncode}); the whole log is {log}\n{_read_error(log)}")
     return process.returncode is not None
 
 
-def _last_words(log: Path) -> str:
-    """The stage's own error message; failing that, the end of its log."""
+def _read_error(log: Path) -> str:
+    """Return the stage's own error message, or else the end of its log."""
     lines = log.read_text(errors="replace").splitlines()
     errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
     if errors:
         first = errors[0]
-        own = [lines[first], *(line for line in lines[first + 1 : first + 20] if line.startswith("  "))]
-        return "\n".join(own)
+        error_lines = [lines[first], *(line for line in lines[first + 1 : first + 20] if line.startswith("  "))]
+        return "\n".join(error_lines)
     return "\n".join(lines[-25:])
 
 
 def _print_release(recipe: Recipe) -> None:
-    found = read_report(recipe.paths.release / REPORT)
-    print(found["table"])
+    report = read_report(recipe.paths.release / REPORT)
+    print(report["table"])
     if (recipe.paths.eval / TABLE).exists():
         print(f"all figures, and how they were checked: {recipe.paths.eval / TABLE}")
     rows = [row for row in read_rows(recipe.paths.eval) if row.instrument == "decoded"]
-    if faster := faster_drafts(recipe, found, rows):
+    if faster := faster_drafts(recipe, report, rows):
         print(faster)
     print(f"\nrelease: {recipe.paths.release}/")
-    for plot in found["plots"]:
+    for plot in report["plots"]:
         print(f"plot: {recipe.paths.release / plot}")
 
 
 def status(recipe_path: str, overrides: list[str], watch: float | None = None) -> None:
-    """`watch`: seconds after which to look again, until all is done."""
+    """Print the state of each stage. `watch`: print it again after this many seconds, until all is done."""
     recipe = load_recipe(recipe_path, overrides)
     while True:
         lines, undone = [f"{recipe.name} ({run_hash(recipe)}) in {recipe.output}"], False
@@ -191,7 +193,7 @@ def status(recipe_path: str, overrides: list[str], watch: float | None = None) -
         for stage in stages(recipe_path, overrides, recipe):
             done, state = stage.state(recipe)
             undone |= not done
-            running = any(map(is_held, stage.holds))
+            running = any(map(is_held, stage.held_folders))
             word = "done" if done else "runs" if running else "to do"
             lines.append(f"  {word:<6} {stage.name:<11} {state}")
         for job, event in events(recipe.paths.run).items() if undone else ():

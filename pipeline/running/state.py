@@ -1,5 +1,5 @@
-"""What a run's folder holds: which stages are done, each with a line for the user, and whether it was made under other
-settings, which is asked before a run or a training starts anything.
+"""The state of a run's folder: the stages that are done, each with a line for the user, and a check for results of
+other settings, made before a run or a training starts anything.
 
 `train_hash` and `dump_hash` decide; messages name the keys that differ, with both values.
 """
@@ -26,45 +26,48 @@ def features_state(recipe: Recipe) -> tuple[bool, str]:
     if not (folder / MANIFEST).exists():
         return False, "no shard yet" if folder.exists() else "not started"
     manifest = Manifest.load(folder)
-    if said := features_differences(recipe):
-        return False, f"{folder} holds features of other settings: {said}"
+    if changed_settings := features_differences(recipe):
+        return False, f"{folder} holds features of other settings: {changed_settings}"
     target = identify_if_here(recipe.target)
     if target and (differences := of_another_target(target, manifest.spec)):
         return False, f"features of what the target was before: {'; '.join(differences)}"
     if target and manifest.answers_hash != answers_hash(recipe, manifest.spec.recipe, target):
-        return False, "answers to calibration prompts are to be given anew"
-    here = [] if recipe.features.store else manifest.lasting(recipe.features.keep)
-    broken = [shard.name for shard in here if damage(folder, shard, digest=None)]
+        return False, "answers to calibration prompts have to be generated again"
+    local_files = [] if recipe.features.store else manifest.lasting(recipe.features.keep)
+    broken = [shard.name for shard in local_files if damage(folder, shard, digest=None)]
     if broken:
         return False, f"{len(broken)} of {len(manifest.files)} tables and shards missing or truncated"
     if not manifest.complete or prompts_damage(folder, manifest):
         return False, f"{len(manifest.shards)} shards finished, dump not complete"
     rejected = manifest.accounting.get("rejected") or {}
-    why = f"; {sum(rejected.values())} rejected: {describe_reasons(rejected)}" if rejected else ""
+    rejected_text = f"; {sum(rejected.values())} rejected: {describe_reasons(rejected)}" if rejected else ""
     if recipe.features.keep == "window":
-        return True, f"texts, validation and answers; training is fed with the rest{why}"
-    if lacking := manifest.lacks("train"):
-        return False, f"the states of {lacking} dialogues were not kept"
-    return True, f"{manifest.total('train', 'rows')} dialogues, {manifest.total('train', 'tokens'):,} tokens{why}"
+        return True, f"texts, validation and answers; training is fed with the rest{rejected_text}"
+    if missing_rows := manifest.lacks("train"):
+        return False, f"the states of {missing_rows} dialogues were not kept"
+    return (
+        True,
+        f"{manifest.total('train', 'rows')} dialogues, {manifest.total('train', 'tokens'):,} tokens{rejected_text}",
+    )
 
 
 def train_state(recipe: Recipe) -> tuple[bool, str]:
-    # A feeder that was killed has not cleaned up.
+    # A feeder that was killed left its request file.
     target = identify_if_here(recipe.target)
     parts, done = [], recipe.features.keep == "all" or not wanted_file(recipe).exists()
     for name in recipe.trained:
         folder = recipe.paths.draft(name)
         if not (folder / checkpoint.CONFIG).exists():
-            resumed = _resume_state(recipe, name)
-            at = f"stopped after step {resumed['step']}" if resumed else "not trained"
-            at = "not fetched" if name in recipe.published else at
-            parts.append(f"{name}: {at}")
+            resume_state = _resume_state(recipe, name)
+            progress = f"stopped after step {resume_state['step']}" if resume_state else "not trained"
+            progress = "not fetched" if name in recipe.published else progress
+            parts.append(f"{name}: {progress}")
             done = False
             continue
         saved = checkpoint.read_config(folder)
         state = saved.training_said
-        if said := training_differences(recipe, name):
-            done, state = False, f"of other settings: {said}"
+        if changed_settings := training_differences(recipe, name):
+            done, state = False, f"of other settings: {changed_settings}"
         elif target and (differences := target.differences(saved.target)):
             done, state = False, f"of what the target was before: {'; '.join(differences)}"
         elif checkpoint.lacks_plot(folder):
@@ -74,18 +77,20 @@ def train_state(recipe: Recipe) -> tuple[bool, str]:
 
 
 def _resume_state(recipe: Recipe, name: str) -> dict[str, Any]:
-    """Return what a draft's resume state says of itself; nothing where there is none."""
+    """Return the contents of a draft's resume state; empty where there is none."""
     folder = recipe.paths.resume(name)
     remedy = f"Restore {folder}, or remove it to train this draft from the start"
     return read_sealed(folder / RESUME, remedy) if (folder / RESUME).exists() else {}
 
 
 def require_same_settings(recipe: Recipe, drafts: list[str]) -> None:
-    """Raise PipelineError where the run's features, a checkpoint or a resume state of these drafts are of others."""
-    if said := features_differences(recipe):
+    """Raise PipelineError where the run's features, or a checkpoint or resume state of these drafts, have other
+    settings.
+    """
+    if changed_settings := features_differences(recipe):
         raise PipelineError(
-            f"{recipe.paths.features}: features of other data or feature settings: {said}. Take these back, or give "
-            "this run another output folder"
+            f"{recipe.paths.features}: features of other data or feature settings: {changed_settings}. Restore these "
+            "settings, or give this run another output folder"
         )
     for name in drafts:
         if (recipe.paths.draft(name) / checkpoint.CONFIG).exists():
@@ -95,36 +100,36 @@ def require_same_settings(recipe: Recipe, drafts: list[str]) -> None:
 
 
 def features_differences(recipe: Recipe) -> str:
-    """Return the settings that the run's features have otherwise; empty where there are none, or the recipe's."""
+    """Return the settings in which the run's features differ; empty where there are no features, or the recipe's."""
     folder = recipe.paths.features
     if not (folder / MANIFEST).exists():
         return ""
-    got, layers = Manifest.load(folder).spec, None
-    if got.recipe != dump_hash(recipe) and identify_if_here(recipe.target):
+    spec, layers = Manifest.load(folder).spec, None
+    if spec.recipe != dump_hash(recipe) and identify_if_here(recipe.target):
         layers = load_config(recipe.target).num_hidden_layers
-    return dump_differences(recipe, got, partial(recorded, folder), layers)
+    return dump_differences(recipe, spec, partial(recorded, folder), layers)
 
 
 def training_differences(recipe: Recipe, name: str) -> str:
-    """Return the settings that a draft's checkpoint has otherwise; empty where it has the recipe's."""
+    """Return the settings in which a draft's checkpoint differs; empty where it has the recipe's."""
     folder = recipe.paths.draft(name)
-    same = checkpoint.read_config(folder).train_hash == train_hash(recipe, name)
-    return "" if same else settings_said(recorded(folder), recipe, training_keys(recipe, name))
+    is_same = checkpoint.read_config(folder).train_hash == train_hash(recipe, name)
+    return "" if is_same else settings_said(recorded(folder), recipe, training_keys(recipe, name))
 
 
 def require_resumable(recipe: Recipe, name: str) -> None:
-    """Raise PipelineError where a draft's resume state is of other settings."""
+    """Raise PipelineError where a draft's resume state has other settings."""
     folder, state = recipe.paths.resume(name), _resume_state(recipe, name)
     if state and state.get("train_hash") != train_hash(recipe, name):
-        said = settings_said(recorded(folder), recipe, training_keys(recipe, name))
+        changed_settings = settings_said(recorded(folder), recipe, training_keys(recipe, name))
         raise PipelineError(
-            f"{folder} holds the resume state of a run with other settings: {said}. Use the recipe it was started "
-            "with, or another output folder"
+            f"{folder} holds the resume state of a run with other settings: {changed_settings}. Use the recipe it was "
+            "started with, or another output folder"
         )
 
 
 def begin_resume_states(recipe: Recipe, name: str) -> None:
-    """Write the recipe beside a draft's resume states to come. Raise PipelineError where one of others is there."""
+    """Write the recipe next to a draft's future resume states. Raise PipelineError where one has other settings."""
     require_resumable(recipe, name)
     folder = recipe.paths.resume(name)
     if not (folder / RESUME).exists():

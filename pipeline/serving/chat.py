@@ -1,4 +1,4 @@
-"""A chat in the terminal: what the draft guessed is coloured, and each answer's tau and tokens a second stand below it.
+"""A chat in the terminal: the draft's tokens are coloured; each answer's tau and tokens per second stand below it.
 
 python -m pipeline chat RECIPE-or-RELEASE [--plain]
 """
@@ -6,14 +6,14 @@ python -m pipeline chat RECIPE-or-RELEASE [--plain]
 import sys
 
 from pipeline.lm.chat import as_message
-from pipeline.serving.load import Answered, Loaded
+from pipeline.serving.load import GeneratedAnswer, Loaded
 
 GREEN, GREY, OFF = "\033[30;48;5;151m", "\033[90m", "\033[0m"
 END = ("", "/quit")
 
 
-def chat(loaded: Loaded, max_new_tokens: int, temperature: float, beside_plain: bool) -> None:
-    """Reads questions until one is empty. `beside_plain`: every answer is decoded without the draft, too."""
+def chat(loaded: Loaded, max_new_tokens: int, temperature: float, compare_plain: bool) -> None:
+    """Answer questions until one is empty. `compare_plain`: every answer is decoded without the draft, too."""
     colours, messages = sys.stdout.isatty(), []
     print(f"Coloured: guessed by the draft. An empty line ends the chat. temperature {temperature:g}")
     while True:
@@ -24,28 +24,28 @@ def chat(loaded: Loaded, max_new_tokens: int, temperature: float, beside_plain: 
         if question in END:
             return
         messages.append({"role": "user", "content": question})
-        shown = Shown(loaded, GREEN if colours else "")
-        found = loaded.generate(messages, max_new_tokens, temperature, on_tokens=shown)
-        shown.end()
-        print(f"\n{GREY if colours else ''}{foot(found)}", end="")
-        if beside_plain:
-            plainly = loaded.generate(
-                messages, max_new_tokens, temperature, plainly=True, on_tokens=Shown(loaded, None)
+        printer = TokenPrinter(loaded, GREEN if colours else "")
+        answer = loaded.generate(messages, max_new_tokens, temperature, on_tokens=printer)
+        printer.end()
+        print(f"\n{GREY if colours else ''}{format_footer(answer)}", end="")
+        if compare_plain:
+            plain_answer = loaded.generate(
+                messages, max_new_tokens, temperature, plainly=True, on_tokens=TokenPrinter(loaded, None)
             )
-            same = "the same tokens" if plainly.tokens == found.tokens else "OTHER tokens"
-            print(f"; plain decoding {plainly.tokens_per_second:.1f} tokens/s, {same}", end="")
+            comparison = "the same tokens" if plain_answer.tokens == answer.tokens else "OTHER tokens"
+            print(f"; plain decoding {plain_answer.tokens_per_second:.1f} tokens/s, {comparison}", end="")
         print(OFF if colours else "")
-        messages.append(as_message(loaded.target.tokenizer, found.tokens))
+        messages.append(as_message(loaded.target.tokenizer, answer.tokens))
 
 
-def foot(found: Answered) -> str:
-    return f"{len(found.tokens)} tokens, tau {found.tau:.2f}, {found.tokens_per_second:.1f} tokens/s"
+def format_footer(answer: GeneratedAnswer) -> str:
+    return f"{len(answer.tokens)} tokens, tau {answer.tau:.2f}, {answer.tokens_per_second:.1f} tokens/s"
 
 
-class Shown:
-    """Prints tokens as rounds give them, part of a letter when the letter is whole. All tokens of a round but its last
-    are shown as the draft's; where the end cuts a round, its last may be, too. Without a colour to mark these with
-    (None) it prints nothing, and takes as long.
+class TokenPrinter:
+    """A printer of tokens as rounds give them; parts of a character wait until it is complete. All tokens of a round
+    but its last are shown as the draft's; where the end cuts a round, its last may be, too. With `colour` None it
+    prints nothing, but takes as long.
     """
 
     def __init__(self, loaded: Loaded, colour: str | None):
@@ -63,9 +63,9 @@ class Shown:
 
     def _show(self, is_guess: bool, last: bool) -> None:
         text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        whole = text if last else text.rstrip("\ufffd")
-        piece = whole[len(self._shown) :]
+        complete = text if last else text.rstrip("\ufffd")
+        piece = complete[len(self._shown) :]
         if piece:
             marked = f"{self._colour}{piece}{OFF}" if is_guess and self._colour else piece
             print("" if self._colour is None else marked, end="", flush=True)
-            self._shown = whole
+            self._shown = complete

@@ -14,22 +14,22 @@ from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target, fingerprint
 from pipeline.recipe.untrusted import Decoding, parse_untrusted
 
-OnTokens = Callable[[list[int]], None]  # hears the tokens of each round
+OnTokens = Callable[[list[int]], None]  # called with the tokens of each round
 
 
 @dataclass(frozen=True)
-class Answered:
-    """An answer, and how it came about."""
+class GeneratedAnswer:
+    """An answer with its measurements."""
 
     text: str
     tokens: list[int]
-    depths: list[int]  # of each token in the tree that guessed it; 0: the target's own
-    tau: float  # tokens a pass of the target
-    seconds: float  # behind the prompt's own forward
+    depths: list[int]  # of each token in the tree that proposed it; 0: the target's own
+    tau: float  # acceptance length: tokens a pass of the target
+    seconds: float  # after the prefill
 
     @property
     def tokens_per_second(self) -> float:
-        """Behind the first token, which the prompt's forward gives."""
+        """Tokens after the first, which the prefill gives, per second."""
         return (len(self.tokens) - 1) / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -37,7 +37,9 @@ class Loaded:
     """A draft on its target."""
 
     def __init__(self, folder: Path, config: TargetConfig, dtype: str):
-        """Raises PipelineError for a folder that holds no release, and for another target than the draft's."""
+        """Load the draft and its target. Raise PipelineError for a folder without a release, and for another target
+        than the draft's.
+        """
         target_fingerprint = fingerprint(config)
         draft = checkpoint.load(folder, target_fingerprint)
         self.target = Target(config, dtype)
@@ -56,25 +58,25 @@ class Loaded:
         seed: int = 0,
         plainly: bool = False,
         on_tokens: OnTokens = lambda _: None,
-    ) -> Answered:
-        """Answers a question or a conversation ({"role", "content"}, the user's turn last); `plainly` without the
-        draft. At temperature 0 in float32 the two give the same tokens.
+    ) -> GeneratedAnswer:
+        """Answer a question or a conversation ({"role", "content"}, the user's turn last); with `plainly`, without the
+        draft. At temperature 0 in float32 both give the same tokens.
         """
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         tokenizer, stop = self.target.tokenizer, frozenset(self.target.stop_ids())
         sampling = Sampling(max_new_tokens, stop, temperature, top_k, top_p, repetition_penalty, seed)
         ids = prompt_ids(tokenizer, messages)
 
-        def listen(new: list[int]) -> None:  # what it returns would end the answer
+        def listen(new: list[int]) -> None:  # returns None: another value would end the answer
             on_tokens(new)
 
         if plainly:
-            found = plain(self.target, ids, sampling, on_tokens=listen)
+            result = plain(self.target, ids, sampling, on_tokens=listen)
         else:
-            found = speculative(self.target, self.method, ids, sampling, on_tokens=listen)
-        tau = found.acceptance.tau if found.acceptance.passes else 1.0
-        text = tokenizer.decode(found.tokens, skip_special_tokens=True)
-        return Answered(text, found.tokens, found.depths, tau, found.seconds)
+            result = speculative(self.target, self.method, ids, sampling, on_tokens=listen)
+        tau = result.acceptance.tau if result.acceptance.passes else 1.0
+        text = tokenizer.decode(result.tokens, skip_special_tokens=True)
+        return GeneratedAnswer(text, result.tokens, result.depths, tau, result.seconds)
 
 
 def load(
@@ -84,26 +86,26 @@ def load(
     device: str = "auto",
     trust_remote_code: bool = False,
 ) -> Loaded:
-    """A release (its folder) on its target, in the dtype that it was measured in unless another is given.
+    """Load a release (its folder) on its target, in the dtype that it was measured in unless another is given.
 
-    `target`: folder or Hub id, where the release does not know it. Raises PipelineError.
+    `target`: folder or Hub id, where the release does not know it. Raise PipelineError.
     """
     folder = Path(folder).expanduser()
     require_release(folder)
     config = target_of(folder, target, device, trust_remote_code)
-    return Loaded(folder, config, dtype or _decoding(folder).eval.dtype)
+    return Loaded(folder, config, dtype or _read_decoding(folder).eval.dtype)
 
 
 def require_release(folder: Path, recipe: str | None = None) -> None:
-    """Raises PipelineError for a folder that holds no release, with what makes one. `recipe`: the user named this one,
-    whose release the folder is.
+    """Raise PipelineError for a folder without a release, with the command that makes one. `recipe`: the recipe that
+    the user named, whose release the folder is.
     """
     if (folder / checkpoint.CONFIG).is_file():
         return
     if recipe is not None:
         raise PipelineError(
-            f"{recipe} has no release yet ({folder} is not there): jakiro run {recipe} trains, measures and makes it; "
-            f"jakiro status {recipe} says what is done"
+            f"{recipe} has no release yet ({folder} does not exist): jakiro run {recipe} trains, measures and makes "
+            f"it; jakiro status {recipe} shows what is done"
         )
     inner = folder / "release"
     remedy = (
@@ -117,19 +119,19 @@ def require_release(folder: Path, recipe: str | None = None) -> None:
 def target_of(
     folder: Path, target: str | None = None, device: str = "auto", trust_remote_code: bool = False
 ) -> TargetConfig:
-    """A release's target and how its conversations are rendered. Raises PipelineError where the folder is no release,
-    or does not know where its target is.
+    """Return the config of a release's target, with its chat template. Raise PipelineError where the folder is no
+    release, or does not name a target that can be found.
     """
     template = checkpoint.sealed_file(folder, checkpoint.TEMPLATE)
-    released = _decoding(folder).target
+    released = _read_decoding(folder).target
     if target is None and not released.is_on_hub:
         raise PipelineError(
             f"{folder} was made with a target that is called {released.model!r}, which is no OWNER/NAME of the Hub: "
-            "say target=FOLDER, or the Hub's OWNER/NAME (chat: --target; eval: --set target.model=FOLDER)"
+            "pass target=FOLDER, or the Hub's OWNER/NAME (chat: --target; eval: --set target.model=FOLDER)"
         )
     return released.config(target or released.model, template, device, trust_remote_code)
 
 
-def _decoding(folder: Path) -> Decoding:
-    again = "Take the release anew"
-    return parse_untrusted(Decoding, read_sealed(folder / RECIPE, again), folder / RECIPE, again)
+def _read_decoding(folder: Path) -> Decoding:
+    remedy = "Download the release again"
+    return parse_untrusted(Decoding, read_sealed(folder / RECIPE, remedy), folder / RECIPE, remedy)

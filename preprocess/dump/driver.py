@@ -1,9 +1,9 @@
-"""The dump job: has the planned shards written and keeps the manifest, the only truth about what is finished.
+"""The dump job: it lets workers write the planned shards and keeps the manifest, the only record of finished ones.
 
 The plan's texts go into tables, one a split, as the plan is made. They replace those of an earlier run only after the
-plan and the shards account for every record. A shard of the manifest that is whole on disk is not written again; it is
-read back to see that, once as long as it does not change. Where the recipe names a store, "on disk" means there, and
-whole means its size: reading it all back is `verify`'s business.
+plan and the shards account for every record. A shard of the manifest that is intact on disk is not written again; it is
+read in full for that check, once as long as it does not change. Where the recipe names a store, "on disk" means in the
+store, and only the size is checked: `verify` reads it in full.
 """
 
 import json
@@ -52,21 +52,28 @@ from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.identity import dump_hash
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.crew import Heartbeat
-from preprocess.dump.compare import sampled
+from preprocess.dump.compare import compute_sample
 from preprocess.dump.plan import Plan
-from preprocess.dump.pool import records
-from preprocess.dump.report import REJECTED, describe_groups, examples, report_lines, suffix, write_rejected
+from preprocess.dump.pool import run_tasks
+from preprocess.dump.report import (
+    REJECTED,
+    describe_examples,
+    describe_groups,
+    join_suffix,
+    report_lines,
+    write_rejected,
+)
 from preprocess.dump.task import ShardTask
 from preprocess.dump.worker import FeatureWorker
 from preprocess.sources.sizes import require_sizes
 
-SAVING_SHARE = 20  # the manifest is saved again after so many times what saving it took
+SAVING_SHARE = 20  # the manifest is saved again after this multiple of the time that saving took
 
 
 def dump(recipe: Recipe) -> list[str]:
-    """Runs or continues the dump; returns the lines of its report. Raises PipelineError."""
+    """Run or continue the dump; return the lines of its report. Raise PipelineError."""
     folder = recipe.paths.features
-    require_lasting(folder)
+    require_permanent_output(folder)
     with exclusive(folder, "dump"):
         store = store_of(recipe)
         manifest = _resume(recipe, folder, store)
@@ -75,15 +82,15 @@ def dump(recipe: Recipe) -> list[str]:
         if recipe.features.dump and not manifest.complete:
             raise PipelineError(
                 f"{recipe.features.store} is somebody's dump (features.dump={recipe.features.dump!r}): nothing can be "
-                "added to it, and it is not whole, or holds answers of other lengths, to other calibration prompts, or "
-                "of a target that ended them at other tokens: set data.calibration_prompts and features.answer_tokens "
-                "as its card says, and take the target's generation_config.json as it was"
+                "added to it, and it is not complete, or holds answers of other lengths, to other calibration prompts, "
+                "or of a target that ended them at other tokens. Set data.calibration_prompts and "
+                "features.answer_tokens as on its card, and restore the target's generation_config.json"
             )
         if not manifest.complete and manifest.spec.recipe != dump_hash(recipe):
             raise PipelineError(
                 f"{folder} holds the auxiliary layers of another recipe ({manifest.spec.auxiliary_layers}), and is not "
-                "whole, or its answers to calibration prompts are others: go on with that recipe, or dump into another "
-                "output folder"
+                "whole, or its answers belong to other calibration prompts. Continue with that recipe, or dump into "
+                "another output folder"
             )
         if not manifest.complete:
             require_sizes(recipe)
@@ -91,8 +98,8 @@ def dump(recipe: Recipe) -> list[str]:
         return report_lines(recipe, manifest)
 
 
-def require_lasting(folder: Path) -> None:
-    """A Ray job runs in a copy of the working directory that goes with the job: relative outputs would be lost."""
+def require_permanent_output(folder: Path) -> None:
+    """Raise PipelineError for a relative output in a Ray job: it would be lost with the job's copy of the checkout."""
     if "runtime_resources" in str(Path.cwd()) and not folder.is_absolute():
         raise PipelineError(
             f"output {str(folder.parent)!r} is relative, but a Ray job runs in a temporary copy of the checkout. "
@@ -101,100 +108,107 @@ def require_lasting(folder: Path) -> None:
 
 
 def _resume(recipe: Recipe, folder: Path, store: Store | None) -> Manifest:
-    """What an earlier run left; answers to other calibration prompts, or of other lengths, are not taken over."""
+    """Return the manifest of an earlier run, or a new one, without damaged files. Answers to other calibration prompts,
+    or of other lengths, are not reused.
+    """
     sizes = {} if store is None else store.sizes()
     manifest = Manifest.load(folder) if (folder / MANIFEST).exists() else Manifest(feature_spec(recipe))
-    require_its_own(recipe, manifest.spec, partial(recorded, folder), folder)
+    require_same_dump(recipe, manifest.spec, partial(recorded, folder), folder)
     if store is not None and MANIFEST in sizes:
         manifest = store.manifest()
-        require_its_own(recipe, manifest.spec, partial(recorded_in_store, store), store.name)
+        require_same_dump(recipe, manifest.spec, partial(recorded_in_store, store), store.name)
         if manifest.complete and HELDOUT_PROMPTS in sizes:
             store.get(HELDOUT_PROMPTS, folder)
         manifest.save(folder)
     answers = answers_hash(recipe, manifest.spec.recipe)
     if manifest.answers_hash != answers:
         manifest.answers, manifest.answers_hash, manifest.complete = [], answers, False
-    lost = _lost(folder, manifest, store, sizes)
+    damaged = _find_damaged(folder, manifest, store, sizes)
     published = store is None or MANIFEST in sizes
-    if lost or prompts_damage(folder, manifest) or not published:
+    if damaged or prompts_damage(folder, manifest) or not published:
         manifest.complete = False  # saved with the first shard that is written again
     if not manifest.complete:
         manifest.text = {}  # written with the plan, which is made again
     for shards in (manifest.shards, manifest.answers):
-        shards[:] = [shard for shard in shards if not {file.name for file in shard.files} & lost]
+        shards[:] = [shard for shard in shards if not {file.name for file in shard.files} & damaged]
     return manifest
 
 
-def require_its_own(recipe: Recipe, got: FeatureSpec, find: Find, where: object) -> None:
-    """Raise PipelineError where features are not the recipe's, or of another engine. `find` gives their recipe."""
-    spec = require_dump_of(recipe, got, find, where)
-    made, here = ((one.engine, one.engine != "transformers" and one.engine_version) for one in (got, spec))
-    if made != here:
+def require_same_dump(recipe: Recipe, stored_spec: FeatureSpec, find: Find, where: object) -> None:
+    """Raise PipelineError for features of another recipe or engine. `find` returns their recipe."""
+    spec = require_dump_of(recipe, stored_spec, find, where)
+    dumped, current = (
+        (features.engine, features.engine != "transformers" and features.engine_version)
+        for features in (stored_spec, spec)
+    )
+    if dumped != current:
         raise PipelineError(
-            f"{where}: its states were computed by {got.engine} {got.engine_version}, this run has {spec.engine} "
-            f"{spec.engine_version}: one dump has one engine. Go on with that one, or dump into another output folder"
+            f"{where}: its states were computed by {stored_spec.engine} {stored_spec.engine_version}, this run has "
+            f"{spec.engine} {spec.engine_version}, and a dump has one engine. Continue with that one, or dump into "
+            "another folder"
         )
 
 
-def _lost(folder: Path, manifest: Manifest, store: Store | None, sizes: dict[str, int]) -> set[str]:
-    """The tables and shards of the manifest that are not whole, there or here."""
-    files, lost = manifest.files, set()
+def _find_damaged(folder: Path, manifest: Manifest, store: Store | None, sizes: dict[str, int]) -> set[str]:
+    """Return the names of the manifest's tables and shards that are damaged or missing, in the store or on disk."""
+    files, damaged = manifest.files, set()
     with Progress("verify shards", len(files), "files", quiet=not files) as progress:
         if store is None:
-            whole = (reason is None for reason in damages(folder, files))
+            intact = (reason is None for reason in damages(folder, files))
         else:
-            whole = (_is_stored(folder, record, store, sizes) for record in files)
-        for record, is_whole in zip(files, whole, strict=True):
-            if not is_whole:
-                lost.add(record.name)
+            intact = (_is_stored(folder, record, store, sizes) for record in files)
+        for record, is_intact in zip(files, intact, strict=True):
+            if not is_intact:
+                damaged.add(record.name)
             progress.advance(1)
-    return lost
+    return damaged
 
 
 def _is_stored(folder: Path, record: Record, store: Store, sizes: dict[str, int]) -> bool:
-    """Of a dump that is to go to a store, what lies whole on disk from before is sent off."""
+    """Return whether the store has the file. A file that an earlier run left intact on disk is moved there."""
     if sizes.get(record.name) == record.bytes:
         return True
     if damage(folder, record) is not None:
         return False
-    _move(folder / record.name, store)
+    _move_to_store(folder / record.name, store)
     return True
 
 
-def _move(path: Path, store: Store) -> None:
+def _move_to_store(path: Path, store: Store) -> None:
     store.put(path)
     path.unlink()
 
 
-class _Ledger:
-    """Keeps the manifest on disk, and in the store. The more it costs, the rarer: it grows with every shard.
+class _ManifestWriter:
+    """A context manager that keeps the manifest on disk, and in the store. The longer saving takes, the rarer it is:
+    the manifest grows with every shard.
 
-    What is finished when an error leaves its block is kept, too.
+    Shards that are finished when an error leaves the block are saved, too.
     """
 
     def __init__(self, manifest: Manifest, folder: Path, store: Store | None):
         self._manifest, self._folder, self._store = manifest, folder, store
-        self._due, self._behind = 0.0, False
+        self._next_save, self._is_unsaved = 0.0, False
 
-    def __enter__(self) -> "_Ledger":
+    def __enter__(self) -> "_ManifestWriter":
         return self
 
     def __exit__(self, _kind, error: BaseException | None, _trace) -> None:
-        if self._behind:
-            with suppress(PipelineError) if error else nullcontext():  # the first error is the one to tell
+        if self._is_unsaved:
+            with suppress(PipelineError) if error else nullcontext():  # the first error is reported
                 self.save()
 
     def add(self, record: ShardRecord) -> None:
         (self._manifest.answers if record.split == ANSWERS else self._manifest.shards).append(record)
-        self._behind = True
-        if time.monotonic() >= self._due:
+        self._is_unsaved = True
+        if time.monotonic() >= self._next_save:
             self.save()
 
     def save(self) -> None:
         begin = time.monotonic()
         self._manifest.save(self._folder)
         self.publish(MANIFEST)
-        self._behind, self._due = False, time.monotonic() + SAVING_SHARE * (time.monotonic() - begin)
+        self._is_unsaved, self._next_save = False, time.monotonic() + SAVING_SHARE * (time.monotonic() - begin)
 
     def publish(self, name: str) -> None:
         if self._store is not None:
@@ -202,45 +216,47 @@ class _Ledger:
 
 
 def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) -> None:
-    plan, ledger = Plan(recipe, load_tokenizer(recipe.target)), _Ledger(manifest, folder, store)
+    plan, writer = Plan(recipe, load_tokenizer(recipe.target)), _ManifestWriter(manifest, folder, store)
     write_provenance(folder, recipe)
     write_own_recipe(folder, recipe)
-    make, sets = worker_of(recipe, folder, manifest.spec), _sets(recipe)
-    if manifest.fed and "train" not in sets:  # those that an earlier dump kept stay
+    factory, sets = worker_factory(recipe, folder, manifest.spec), _sets_to_store(recipe)
+    if manifest.fed and "train" not in sets:  # a feeder made the train shards; those of a dump that kept all stay
         manifest.shards = manifest.of("validation")
     done = sum(manifest.total(name, "tokens") for name in sets)
-    with Progress("dump", 0, "tokens", start=done) as progress, ledger, ExitStack() as stack:
+    with Progress("dump", 0, "tokens", start=done) as progress, writer, ExitStack() as stack:
         tables = {
             split: stack.enter_context(arrow_file(folder / text_name(split), text_schema(manifest.spec)))
-            for split in (SPLITS if recipe.data.answers == "source" else ())  # else the shards bring the texts
+            for split in (SPLITS if recipe.data.answers == "source" else ())  # else the shards come with their texts
         }
         tasks = _tasks(recipe, plan, manifest, tables, progress)
-        for record in records(recipe, make, tasks, "features.batch_tokens", progress, attrgetter("tokens")):
-            ledger.add(record)
-        _require_accounted(recipe, plan, manifest)  # an error leaves the tables of before
+        for record in run_tasks(recipe, factory, tasks, "features.batch_tokens", progress, attrgetter("tokens")):
+            writer.add(record)
+        _require_accounted(recipe, plan, manifest)  # an error leaves the earlier tables in place
     manifest.text = {split: record_of(folder / text_name(split)) for split in tables}
     rejected = [*plan.rejected, *(pair for shard in manifest.shards for pair in shard.rejected.items())]
     write_rejected(folder, rejected)
     if store is not None:
         for record in manifest.text.values():
-            _move(folder / record.name, store)
+            _move_to_store(folder / record.name, store)
     prompts = [json.dumps(prompt, ensure_ascii=False) for prompt in plan.prompts]
     write_text(folder / HELDOUT_PROMPTS, "".join(f"{line}\n" for line in prompts))
-    sweep(folder, manifest, store)
+    remove_unlisted(folder, manifest, store)
     for name in (REJECTED, HELDOUT_PROMPTS, RECIPE, PROVENANCE):
-        ledger.publish(name)
+        writer.publish(name)
     manifest.complete, manifest.prompts_sha256 = True, sha256(folder / HELDOUT_PROMPTS)
-    manifest.fed = "train" not in sets and manifest.lacks("train") > 0  # else an earlier dump kept all
-    ledger.save()
+    manifest.fed = "train" not in sets and manifest.lacks("train") > 0  # False where an earlier dump kept all
+    writer.save()
 
 
-def _sets(recipe: Recipe) -> tuple[str, ...]:
-    """Those whose shards the dump writes; training's states are made while it reads them where none are kept."""
+def _sets_to_store(recipe: Recipe) -> tuple[str, ...]:
+    """Return the sets whose shards the dump writes. Where states are not kept, those for training are made while it
+    reads them.
+    """
     return (*SPLITS, ANSWERS) if recipe.features.keep == "all" else ("validation", ANSWERS)
 
 
-def worker_of(recipe: Recipe, folder: Path, spec: FeatureSpec) -> Callable[[Heartbeat], FeatureWorker]:
-    """What makes a worker, wherever it is to work. Raises PipelineError where no engine gives states."""
+def worker_factory(recipe: Recipe, folder: Path, spec: FeatureSpec) -> Callable[[Heartbeat], FeatureWorker]:
+    """Return a function that makes a worker on any node. Raise PipelineError where no engine gives states."""
     sample = None
     if recipe.target.engine == "server":
         raise PipelineError(
@@ -248,48 +264,50 @@ def worker_of(recipe: Recipe, folder: Path, spec: FeatureSpec) -> Callable[[Hear
         )
     if recipe.target.engine != "transformers":
         version_of(python_of(recipe.target))
-        sample = sampled(recipe.target, spec.auxiliary_numbers)
+        sample = compute_sample(recipe.target, spec.auxiliary_numbers)
     return partial(FeatureWorker, recipe, folder.resolve(), spec, sample=sample)
 
 
-def sweep(folder: Path, manifest: Manifest, store: Store | None) -> None:
-    """Removes tables and shards that the manifest does not name: of an earlier plan, or of a feeder that was killed."""
-    known = {record.name for record in manifest.files}
-    for name in store.sizes().keys() - known if store is not None else ():
+def remove_unlisted(folder: Path, manifest: Manifest, store: Store | None) -> None:
+    """Remove tables and shards that the manifest does not list: of an earlier plan, or of a feeder that was killed."""
+    listed = {record.name for record in manifest.files}
+    for name in store.sizes().keys() - listed if store is not None else ():
         if any(fnmatch(name, pattern) for pattern in FILES):
             store.delete(name)
     for path in (path for pattern in FILES for path in folder.glob(pattern)):
-        if path.name not in known:
+        if path.name not in listed:
             path.unlink()
 
 
 def _require_accounted(recipe: Recipe, plan: Plan, manifest: Manifest) -> None:
-    """Sets the manifest's accounting. Raises PipelineError where records are unaccounted for or a split has no rows."""
+    """Set the manifest's accounting. Raise PipelineError where records are unaccounted for or a split has no rows."""
     shards = manifest.shards
-    if "train" not in _sets(recipe):  # a feeder refuses texts that would be rejected
-        rest = plan.accepted["train"] - sum(shard.rows + len(shard.rejected) for shard in manifest.of("train"))
-        shards = [*shards, ShardRecord("", "train", 0, rest, plan.tokens["train"], 0, 0, "")]
+    if "train" not in _sets_to_store(recipe):  # the feeder raises an error for rejected texts
+        remaining_rows = plan.accepted["train"] - sum(
+            shard.rows + len(shard.rejected) for shard in manifest.of("train")
+        )
+        shards = [*shards, ShardRecord("", "train", 0, remaining_rows, plan.tokens["train"], 0, 0, "")]
     manifest.accounting = plan.accounting(shards)
     if not any(shard.rows for shard in shards if shard.split == "train"):
         raise PipelineError(
             f"data.source {recipe.data.source} holds no usable dialogue: {plan.records} "
             f"records, rejected {manifest.accounting['rejected']}, skipped {manifest.accounting['skipped']}"
-            f"{suffix(examples(manifest.accounting))}{suffix([describe_groups(manifest)])}"
+            f"{join_suffix(describe_examples(manifest.accounting))}{join_suffix([describe_groups(manifest)])}"
         )
     if manifest.total("validation", "rows") == 0:
         raise PipelineError(
             f"data.heldout_fraction={recipe.data.heldout_fraction} holds out none of {plan.records} records"
             f"{f' ({grouped}, which stay together)' if (grouped := describe_groups(manifest)) else ''}: "
-            "raise it, or say with data.group what belongs together ('id': nothing does)"
+            "raise it, or name in data.group the records that belong together ('id': each is alone)"
         )
 
 
 def _tasks(
     recipe: Recipe, plan: Plan, manifest: Manifest, tables: dict[str, pa.ipc.RecordBatchFileWriter], progress: Progress
 ) -> Iterator[ShardTask]:
-    """Those whose shards are not finished. Every dialogue of the plan goes into its table, which is so written anew
-    by every run: the same bytes as long as the source and the settings are the same. The target's own answers are no
-    texts yet.
+    """Yield the tasks whose shards are not finished. Every dialogue of the plan goes into its table, so every run
+    writes the table again: the same bytes as long as the source and the settings are the same. Dialogues that the
+    target is to answer are in no table yet.
     """
     finished = {record.name: record for record in (*manifest.shards, *manifest.answers)}
     for task in plan.tasks():
@@ -297,5 +315,5 @@ def _tasks(
         if task.split in tables:
             tables[task.split].write_batch(text_batch(task.in_order, manifest.spec))
         name = shard_name(task.split, task.index)
-        if task.split in _sets(recipe) and not task.is_done(finished.get(name), recipe):
+        if task.split in _sets_to_store(recipe) and not task.is_done(finished.get(name), recipe):
             yield task

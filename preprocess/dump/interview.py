@@ -1,6 +1,6 @@
-"""The target answers the questions of dialogues in its own words, one after the other; and the worker that asks them.
+"""The target's own answers to the questions of dialogues, one after the other; and the worker that asks them.
 
-The questions stay the source's; each follows the target's own answers to those before. A dialogue ends before an answer
+The questions stay the source's; each follows the target's own answers to earlier ones. A dialogue ends before an answer
 that is empty, repeats itself or stops inside its reasoning, and after one that reaches `regenerate.max_new_tokens`.
 """
 
@@ -23,44 +23,44 @@ from pipeline.lm.chat import Messages, Unusable, as_message, cut_in_thoughts, pr
 from pipeline.lm.template import with_keywords
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.crew import Heartbeat
-from preprocess.dump.task import Busy, ShardTask, ahead, nobody_listens, take_threads
+from preprocess.dump.task import ActiveWork, ShardTask, map_ahead, no_heartbeat, set_threads
 from preprocess.sources.dialogues import Dialogue
 from preprocess.sources.sequences import accepted_messages, keywords_not_shown
 
 NOT_ANSWERED = "not_answered"
-ASKED_AT_ONCE = 64  # prompts, of an engine that batches by itself
+MAX_CONCURRENT_PROMPTS = 64  # prompts, of an engine that batches by itself
 
 
 @dataclass(frozen=True)
-class Said:
-    """What the target read and said, and the states of both where they were captured ([T, S, D])."""
+class AnsweredPrompt:
+    """The tokens of a prompt and its answer, and their states where they were captured ([T, S, D])."""
 
     tokens: list[int]
     states_TSD: Tensor | None
 
 
 @dataclass
-class Conversation:
+class AnsweredDialogue:
     """A dialogue while its questions are asked again."""
 
     doc_id: str
     messages: Messages  # so far
     questions: list[str]  # still to be asked
-    tools: list[dict] | None = None  # that the target is shown
-    keywords: dict[str, Any] | None = None  # that its template is given
-    said: list[Said] = field(default_factory=list)  # the answers so far, without those that a later prompt repeats
+    tools: list[dict] | None = None  # shown to the target
+    keywords: dict[str, Any] | None = None  # passed to its template
+    answered_prompts: list[AnsweredPrompt] = field(default_factory=list)  # without those that a later prompt contains
     answers: int = 0
     tokens: int = 0
-    end: str | None = None  # why it ended before its last question
-    edits: list[str] = field(default_factory=list)  # what it lacks of the source's
+    end: str | None = None  # reason of an end before its last question
+    edits: list[str] = field(default_factory=list)  # changes against the source's dialogue
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         return self.end is None and bool(self.questions)
 
 
-def not_asked(dialogue: Dialogue) -> str | None:
-    """Why nobody asks a dialogue's questions again: it has none, or tools were called whose results nobody gives."""
+def skip_reason(dialogue: Dialogue) -> str | None:
+    """Return the reason to skip a dialogue: it has no questions, or calls tools, whose results nothing would give."""
     if dialogue.raw is not None:
         return "no_turns"
     called = any("tool_calls" in turn or turn["role"] == "tool" for turn in dialogue.messages)
@@ -68,22 +68,30 @@ def not_asked(dialogue: Dialogue) -> str | None:
 
 
 class Interview:
-    """Asks a source. The answers are the same whoever asks, and however often, on the same hardware."""
+    """An interview of a feature source. On the same hardware, every worker and every try gives the same answers."""
 
-    def __init__(self, recipe: Recipe, source: FeatureSource, busy: Busy, count: Callable[[Conversation, Answer], int]):
-        """`count`: what an answer is to the task's progress."""
-        self._recipe, self._settings, self._source, self._busy = recipe, recipe.regenerate, source, busy
+    def __init__(
+        self,
+        recipe: Recipe,
+        source: FeatureSource,
+        active_work: ActiveWork,
+        count: Callable[[AnsweredDialogue, Answer], int],
+    ):
+        """`count` returns an answer's amount in the task's progress."""
+        self._recipe, self._settings, self._source, self._active_work = recipe, recipe.regenerate, source, active_work
         self._count = count
-        self.reading = Lock()  # tokenizers are not made for threads
+        self.tokenizer_lock = Lock()  # tokenizers are not thread-safe
 
     @property
     def _sampling(self) -> Sampling:
-        chosen = self._settings
-        return Sampling(chosen.max_new_tokens, self._source.stop_ids, chosen.temperature, chosen.top_k, chosen.top_p)
+        settings = self._settings
+        return Sampling(
+            settings.max_new_tokens, self._source.stop_ids, settings.temperature, settings.top_k, settings.top_p
+        )
 
     @cached_property
     def longest_prompt(self) -> int:
-        """Tokens. Raises PipelineError where answers leave no room for one."""
+        """The longest prompt, in tokens. Raise PipelineError where answers leave no room for one."""
         longest = min(self._recipe.data.max_length - 1, self._source.positions - self._settings.max_new_tokens)
         if longest < 1:
             raise PipelineError(
@@ -92,48 +100,50 @@ class Interview:
             )
         return longest
 
-    def hold(self, dialogues: list[Dialogue], capture: bool = False) -> Iterator[list[Conversation]]:
-        """The finished conversations, in the dialogues' order. With `capture` they bring their states where the engine
-        gives them in one pass. Such an engine batches by itself: each dialogue goes on as soon as it is answered. For
-        the other they are asked in rounds, prompts of similar length together, and come all at once.
+    def answer_all(self, dialogues: list[Dialogue], capture: bool = False) -> Iterator[list[AnsweredDialogue]]:
+        """Yield the finished conversations, in the dialogues' order. With `capture` they have states where the engine
+        gives them in one pass. Such an engine batches by itself: each dialogue continues as soon as it is answered.
+        With transformers they are asked in rounds, prompts of similar length together, and yielded all at once.
         """
         if not self._source.one_pass:
-            yield self._converse(dialogues, False)
+            yield self._answer_dialogues(dialogues, False)
             return
-        with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
-            for _, held in ahead(lambda one: self._converse([one], capture), dialogues, threads, ASKED_AT_ONCE):
-                yield held
+        with ThreadPoolExecutor(MAX_CONCURRENT_PROMPTS) as threads:
+            for _, finished in map_ahead(
+                lambda dialogue: self._answer_dialogues([dialogue], capture), dialogues, threads, MAX_CONCURRENT_PROMPTS
+            ):
+                yield finished
 
-    def _converse(self, dialogues: list[Dialogue], capture: bool) -> list[Conversation]:
-        with self.reading:
-            conversations = [self._opened(dialogue) for dialogue in dialogues]
-        while any(conversation.open for conversation in conversations):
-            with self.reading:
-                asked = [
+    def _answer_dialogues(self, dialogues: list[Dialogue], capture: bool) -> list[AnsweredDialogue]:
+        with self.tokenizer_lock:
+            conversations = [self._begin(dialogue) for dialogue in dialogues]
+        while any(conversation.is_open for conversation in conversations):
+            with self.tokenizer_lock:
+                requests = [
                     (prompt, conversation)
                     for conversation in conversations
-                    if conversation.open and (prompt := self._prompt(conversation))
+                    if conversation.is_open and (prompt := self._prompt(conversation))
                 ]
-            asked.sort(key=lambda pair: (-len(pair[0]), pair[1].doc_id))
-            for first in range(0, len(asked), self._settings.batch):
-                batch = asked[first : first + self._settings.batch]
+            requests.sort(key=lambda pair: (-len(pair[0]), pair[1].doc_id))
+            for first in range(0, len(requests), self._settings.batch):
+                batch = requests[first : first + self._settings.batch]
                 for (prompt, conversation), answer in zip(batch, self._answers(batch, capture), strict=True):
-                    with self.reading:
-                        self._take(conversation, prompt, answer)
-                    self._busy.add(self._count(conversation, answer))
+                    with self.tokenizer_lock:
+                        self._add_answer(conversation, prompt, answer)
+                    self._active_work.add(self._count(conversation, answer))
         return conversations
 
-    def _opened(self, dialogue: Dialogue) -> Conversation:
+    def _begin(self, dialogue: Dialogue) -> AnsweredDialogue:
         tokenizer, keywords = with_keywords(self._source.tokenizer, dialogue.keywords)
         messages, edits = accepted_messages(tokenizer, dialogue)
         system = messages[:1] if messages[0]["role"] == "system" else []
         questions = [message["content"] for message in messages if message["role"] == "user"]
         edits = [*edits, *keywords_not_shown(dialogue, keywords)]
         edits = [*edits, *["later_system_dropped"] * any(message["role"] == "system" for message in messages[1:])]
-        return Conversation(dialogue.doc_id, list(system), questions, dialogue.tools, keywords or None, edits=edits)
+        return AnsweredDialogue(dialogue.doc_id, list(system), questions, dialogue.tools, keywords or None, edits=edits)
 
-    def _prompt(self, conversation: Conversation) -> list[int] | None:
-        """The next question's prompt; None, and the conversation ended, where it cannot be asked."""
+    def _prompt(self, conversation: AnsweredDialogue) -> list[int] | None:
+        """Return the next question's prompt; None where it cannot be asked, which ends the conversation."""
         messages = [*conversation.messages, {"role": "user", "content": conversation.questions[0]}]
         try:
             tokenizer, _ = with_keywords(self._source.tokenizer, conversation.keywords)
@@ -146,25 +156,27 @@ class Interview:
             return None
         return prompt
 
-    def _answers(self, batch: list[tuple[list[int], Conversation]], capture: bool) -> list[Answer]:
-        """Of each row; without tokens where the target's logits are not finite."""
+    def _answers(self, batch: list[tuple[list[int], AnsweredDialogue]], capture: bool) -> list[Answer]:
+        """Return the answer of each row; without tokens where the target's logits are not finite."""
         prompts = [Prompt(tokens, self._seed(conversation)) for tokens, conversation in batch]
-        with self._busy.on(tuple(conversation.doc_id for _, conversation in batch)):
+        with self._active_work.on(tuple(conversation.doc_id for _, conversation in batch)):
             try:
-                return list(self._source.answers(prompts, self._sampling, capture=capture, alive=self._busy.beat))
-            except NoAnswer:  # of one row at least
+                return list(
+                    self._source.answers(prompts, self._sampling, capture=capture, alive=self._active_work.beat)
+                )
+            except NoAnswer:  # for at least one row
                 if len(batch) == 1:
                     return [Answer([])]
         return [answer for row in batch for answer in self._answers([row], capture)]
 
-    def _seed(self, conversation: Conversation) -> int:
-        """Of the recipe's seed, the dialogue and the question's number."""
+    def _seed(self, conversation: AnsweredDialogue) -> int:
+        """Return a seed from the recipe's seed, the dialogue's id and the question's number."""
         question = f"{self._recipe.seed}\0{conversation.doc_id}\0{conversation.answers}"
         return int.from_bytes(hashlib.sha256(question.encode()).digest()[:7], "big")
 
-    def _take(self, conversation: Conversation, prompt: list[int], answer: Answer) -> None:
-        """Adds an answer, or ends the conversation: before one that the target could not give, an empty one, a loop or
-        mere thoughts, after one that was cut.
+    def _add_answer(self, conversation: AnsweredDialogue, prompt: list[int], answer: Answer) -> None:
+        """Add an answer, or end the conversation: before an answer that is missing, empty, repetitive or stops inside
+        its reasoning, and after one that was cut.
         """
         tokens = answer.tokens
         if not tokens:
@@ -174,7 +186,7 @@ class Interview:
         stopped = tokens[-1] in self._source.stop_ids
         message = as_message(self._source.tokenizer, tokens)
         if not stopped:
-            message["content"] = message["content"].rstrip("\ufffd")  # a character cut in two
+            message["content"] = message["content"].rstrip("\ufffd")  # half of a character
         if not stopped and cut_in_thoughts(self._source.tokenizer, message):
             conversation.end = "cut_in_thoughts"
         elif not message["content"].strip():
@@ -184,8 +196,12 @@ class Interview:
         else:
             question = {"role": "user", "content": conversation.questions.pop(0)}
             conversation.messages += [question, message]
-            rest = [one for one in conversation.said if one.tokens[:-1] != prompt[: len(one.tokens) - 1]]
-            conversation.said = [*rest, Said([*prompt, *tokens], answer.states_TSD)]
+            earlier = [
+                answered
+                for answered in conversation.answered_prompts
+                if answered.tokens[:-1] != prompt[: len(answered.tokens) - 1]
+            ]
+            conversation.answered_prompts = [*earlier, AnsweredPrompt([*prompt, *tokens], answer.states_TSD)]
             conversation.answers += 1
             if not stopped:
                 conversation.end = "cut_answer"
@@ -193,7 +209,7 @@ class Interview:
 
 @dataclass(frozen=True)
 class Part:
-    """What came of one task."""
+    """The result of one task."""
 
     index: int
     dialogues: list[dict]  # {"id", "messages"}, its tools and keywords, and what `data.group` names
@@ -201,41 +217,46 @@ class Part:
     tokens: int  # generated
     documents: str  # fingerprint of the dialogues that were asked
     rejected: dict[str, str]  # document id -> reason
-    edits: dict[str, int]  # what dialogues that are kept lack, by reason
+    edits: dict[str, int]  # changes of the answered dialogues, by reason
 
 
 class AnswerWorker:
-    def __init__(self, recipe: Recipe, heartbeat: Heartbeat = nobody_listens):
-        self._recipe, self._busy = recipe, Busy(heartbeat)
+    def __init__(self, recipe: Recipe, heartbeat: Heartbeat = no_heartbeat):
+        self._recipe, self._active_work = recipe, ActiveWork(heartbeat)
 
     def ready(self) -> None:
-        take_threads(self._recipe.features.cpus_per_worker)
+        set_threads(self._recipe.features.cpus_per_worker)
         _ = self._interview.longest_prompt
 
     @cached_property
     def _interview(self) -> Interview:
         source = open_source(self._recipe.target)
-        return Interview(self._recipe, source, self._busy, lambda conversation, _: int(not conversation.open))
+        return Interview(self._recipe, source, self._active_work, lambda conversation, _: int(not conversation.is_open))
 
     def work(self, task: ShardTask) -> Part:
-        """The same whoever does it, and however often, on the same hardware."""
-        left = [dialogue for dialogue in task.documents if dialogue.doc_id not in task.set_aside]
-        for dialogue in left:
+        """Answer a task's dialogues: the same for every worker and every try, on the same hardware."""
+        dialogues = [dialogue for dialogue in task.documents if dialogue.doc_id not in task.set_aside]
+        for dialogue in dialogues:
             if dialogue.doc_id in task.suspects:
-                list(self._interview.hold([dialogue]))
-        self._busy.begin()
-        done = [conversation for held in self._interview.hold(left) for conversation in held]
-        kept = [conversation for conversation in done if conversation.answers]
-        unanswered = {conversation.doc_id: conversation.end for conversation in done if not conversation.answers}
-        edits = Counter(edit for c in kept for edit in (*c.edits, *filter(None, [c.end])))
-        key = self._recipe.data.group_key  # kept, so that the same dialogues are held out
-        more = {d.doc_id: ({key: d.group} if key else {}) | ({"tools": d.tools} if d.tools else {}) for d in left}
-        given = {c.doc_id: {"chat_template_kwargs": c.keywords} if c.keywords else {} for c in kept}
+                list(self._interview.answer_all([dialogue]))
+        self._active_work.begin()
+        finished = [conversation for batch in self._interview.answer_all(dialogues) for conversation in batch]
+        answered = [conversation for conversation in finished if conversation.answers]
+        unanswered = {conversation.doc_id: conversation.end for conversation in finished if not conversation.answers}
+        edits = Counter(edit for c in answered for edit in (*c.edits, *filter(None, [c.end])))
+        key = self._recipe.data.group_key  # copied, so that the same dialogues are held out
+        extra_fields = {
+            d.doc_id: ({key: d.group} if key else {}) | ({"tools": d.tools} if d.tools else {}) for d in dialogues
+        }
+        keyword_fields = {c.doc_id: {"chat_template_kwargs": c.keywords} if c.keywords else {} for c in answered}
         return Part(
             index=task.index,
-            dialogues=[{**more[c.doc_id], **given[c.doc_id], "id": c.doc_id, "messages": c.messages} for c in kept],
-            answers=sum(conversation.answers for conversation in done),
-            tokens=sum(conversation.tokens for conversation in done),
+            dialogues=[
+                {**extra_fields[c.doc_id], **keyword_fields[c.doc_id], "id": c.doc_id, "messages": c.messages}
+                for c in answered
+            ],
+            answers=sum(conversation.answers for conversation in finished),
+            tokens=sum(conversation.tokens for conversation in finished),
             documents=task.fingerprint,
             rejected={**task.set_aside, **unanswered},
             edits=dict(sorted(edits.items())),

@@ -1,7 +1,7 @@
-"""What the dump will do: one pass over the source gives shard tasks, and accounts for every record.
+"""The plan of a dump: one pass over the source gives shard tasks, and accounts for every record.
 
-Shard k holds the k-th group of accepted dialogues, in the order of the source, so a plan is the same on every run.
-Knows no Ray.
+Shard k holds the k-th group of accepted dialogues, in the order of the source, so a plan is the same on every run. This
+file does not import Ray.
 """
 
 import signal
@@ -25,40 +25,44 @@ from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import DataConfig
-from pipeline.running.children import end_with_parent, without_ctrl_c
-from pipeline.running.cores import require_few
-from preprocess.dump.interview import not_asked
+from pipeline.running.children import end_with_parent, ignore_sigint_in_children
+from pipeline.running.cores import check_process_count
+from preprocess.dump.interview import skip_reason
 from preprocess.dump.task import ShardTask
-from preprocess.dump.worker import FURTHER, Document
+from preprocess.dump.worker import FURTHER_SEQUENCES, Document
 from preprocess.sources.dialogues import Dialogue
 from preprocess.sources.groups import held_out, question_key
 from preprocess.sources.intake import Intake
 from preprocess.sources.sequences import encode_sequences
 
-Encoded = tuple[list[tuple[str, chat.Encoded]], list[str]]  # what `encode_sequences` returns
-AHEAD = 8  # dialogues a planning process that are encoded before they are asked for
-_here: dict[str, Any] = {}  # a planning process's own tokenizer
+Encoded = tuple[list[tuple[str, chat.Encoded]], list[str]]  # the return value of `encode_sequences`
+ENCODED_AHEAD = 8  # dialogues that each planning process encodes ahead
+_process_state: dict[str, Any] = {}  # a planning process's own tokenizer
 
 
 def _exchanges(messages: chat.Messages) -> list[tuple[str, str]]:
-    """Questions with their answers: what evaluation fills a context with."""
-    pairs = [(one, next_) for one, next_ in pairwise(messages) if (one["role"], next_["role"]) == ("user", "assistant")]
-    texts = [(one["content"], next_["content"]) for one, next_ in pairs]
+    """Return questions with their answers: evaluation fills a context with them."""
+    pairs = [
+        (question, answer)
+        for question, answer in pairwise(messages)
+        if (question["role"], answer["role"]) == ("user", "assistant")
+    ]
+    texts = [(question["content"], answer["content"]) for question, answer in pairs]
     return [pair for pair in texts if all(text.strip() for text in pair)]
 
 
 def _start_planner(target: TargetConfig) -> None:
     end_with_parent(signal.SIGKILL)
-    _here["tokenizer"] = load_tokenizer(target)
+    _process_state["tokenizer"] = load_tokenizer(target)
 
 
-def _encode_there(dialogue: Dialogue, data: DataConfig) -> Encoded:
-    return encode_sequences(_here["tokenizer"], dialogue, data)
+def _encode_in_process(dialogue: Dialogue, data: DataConfig) -> Encoded:
+    return encode_sequences(_process_state["tokenizer"], dialogue, data)
 
 
 @dataclass
 class Plan:
-    """Reads the source once, yields shard tasks, and accounts for every record."""
+    """A plan reads the source once, yields shard tasks, and accounts for every record."""
 
     recipe: Recipe
     tokenizer: object
@@ -67,11 +71,11 @@ class Plan:
     skipped: Counter = field(default_factory=Counter)
     accepted: Counter = field(default_factory=Counter)  # by split
     prompts: list[dict] = field(default_factory=list)
-    calibration: list[Document] = field(default_factory=list)  # prompts that the target answers for training's sake
-    _open: dict[str, list[Document | Dialogue]] = field(default_factory=lambda: {split: [] for split in SPLITS})
+    calibration: list[Document] = field(default_factory=list)  # prompts that the target answers for training
+    _open_tasks: dict[str, list[Document | Dialogue]] = field(default_factory=lambda: {split: [] for split in SPLITS})
     _indices: Counter = field(default_factory=Counter)
     tokens: Counter = field(default_factory=Counter)  # by split, so far; the last dialogue may go beyond max_tokens
-    _read: bool = False  # all of the source
+    _is_read: bool = False  # True once the whole source is read
     _unusable: list[tuple[str, str]] = field(default_factory=list)
     _prompt_keys: set[bytes] = field(default_factory=set)  # questions that are prompts already
     _intake: Intake = field(init=False)
@@ -85,73 +89,74 @@ class Plan:
 
     @property
     def rejected(self) -> list[tuple[str, str]]:
-        """(document id, reason), before anything was dumped: by the intake, then for what their encoding is."""
+        """(document id, reason) of records rejected before the dump: by the intake, then by their encoding."""
         return [*self._intake.rejected, *self._unusable]
 
     @property
     def expected_tokens(self) -> int:
-        """Tokens of all shards of the dump, about; 0 where nobody knows: of answers that the target is to give, and of
-        a source without ``data.max_tokens`` until it is read.
+        """The approximate number of tokens of the dump's shards; 0 where it is not known: for answers that the target
+        is to give, and for a source without ``data.max_tokens`` until it is read.
         """
         data, features = self.recipe.data, self.recipe.features
-        if data.answers == "target" or not (self._read or data.max_tokens or features.keep == "window"):
+        if data.answers == "target" or not (self._is_read or data.max_tokens or features.keep == "window"):
             return 0
         expected = Counter(self.tokens)
         prompts = len(self.calibration)
-        if not self._read:
+        if not self._is_read:
             prompts = data.calibration_prompts
             expected["train"] = max(self.tokens["train"], data.max_tokens or 0)
             mean = self.tokens.total() / max(self.accepted.total(), 1)
             expected["validation"] += round(mean * (data.validation_dialogues - self.accepted["validation"]))
-        if features.keep == "window":  # they are made while training reads them
+        if features.keep == "window":  # train shards are made while training reads them
             del expected["train"]
-        asked = sum(len(prompt.input_ids) for prompt in self.calibration)
-        return expected.total() + asked + prompts * features.answer_tokens
+        prompt_tokens = sum(len(prompt.input_ids) for prompt in self.calibration)
+        return expected.total() + prompt_tokens + prompts * features.answer_tokens
 
     def tasks(self) -> Iterator[ShardTask]:
-        """Shard by shard. Raises PipelineError for an unusable source."""
+        """Yield the shard tasks. Raise PipelineError for an unusable source."""
         try:
             yield from self._tasks()
         except BrokenProcessPool:
             raise PipelineError(
-                "a planning process died: is there memory for features.planners of them? Run the dump again to continue"
+                "a planning process died: check the memory for features.planners of them, and run the dump again to "
+                "continue"
             ) from None
 
     def _tasks(self) -> Iterator[ShardTask]:
         for dialogue, encode in self._dialogues():
             try:
-                split, documents = self._place(dialogue, encode)
+                split, documents = self._assign(dialogue, encode)
             except chat.Unusable as reason:
                 self._unusable.append((dialogue.doc_id, str(reason)))
                 continue
             for document in documents:
-                if self._full(split):  # after another sequence of the same record
+                if self._is_full(split):  # after another sequence of the same record
                     self.skipped[f"{split} is full"] += 1
                     continue
-                self._open[split].append(document)
+                self._open_tasks[split].append(document)
                 self.accepted[split] += 1
                 if isinstance(document, Document):
                     self.tokens[split] += len(document.input_ids)
-                if len(self._open[split]) == self.recipe.features.rows_per_shard:
-                    yield self._close(split)
-        self._read = True
-        for split, documents in self._open.items():
+                if len(self._open_tasks[split]) == self.recipe.features.rows_per_shard:
+                    yield self._finish_task(split)
+        self._is_read = True
+        for split, documents in self._open_tasks.items():
             if documents:
-                yield self._close(split)
+                yield self._finish_task(split)
         size = self.recipe.features.rows_per_shard
         for index, first in enumerate(range(0, len(self.calibration), size)):
             yield ShardTask(ANSWERS, index, self.calibration[first : first + size])
 
     def _dialogues(self) -> Iterator[tuple[Dialogue, Callable[[], Encoded]]]:
-        """Every dialogue of the intake, in order, and what gives its sequences: here and now, or from the planning
-        processes.
+        """Yield every dialogue of the intake, in order, with a function that returns its sequences: computed in this
+        process, or by the planning processes.
         """
         data, planners = self.recipe.data, self.recipe.features.planners
         if planners == 1 or data.answers == "target":
             for dialogue in self._intake:
                 yield dialogue, partial(encode_sequences, self.tokenizer, dialogue, data)
             return
-        require_few("features.planners", planners)
+        check_process_count("features.planners", planners)
         spawn, target = get_context("spawn"), self.recipe.target
         # A driver that is interrupted leaves its semaphores to multiprocessing's tracker, which removes them but
         # complains.
@@ -159,31 +164,32 @@ class Plan:
         with ProcessPoolExecutor(planners, spawn, initializer=_start_planner, initargs=(target,)) as processes:
             waiting: deque = deque()
             for dialogue in self._intake:
-                wanted = not self._full(self._split(dialogue))  # a split that is full stays full
-                with without_ctrl_c():  # it may start a process
-                    encode = processes.submit(_encode_there, dialogue, data).result if wanted else None
+                is_needed = not self._is_full(self._split_of(dialogue))  # a split that is full stays full
+                with ignore_sigint_in_children():  # it may start a process
+                    encode = processes.submit(_encode_in_process, dialogue, data).result if is_needed else None
                 waiting.append((dialogue, encode))
-                if len(waiting) > AHEAD * planners:
+                if len(waiting) > ENCODED_AHEAD * planners:
                     yield waiting.popleft()
             yield from waiting
 
-    def _split(self, dialogue: Dialogue) -> str:
+    def _split_of(self, dialogue: Dialogue) -> str:
         return "validation" if held_out(dialogue.group, self.recipe.data.heldout_fraction) else "train"
 
-    def _place(self, dialogue: Dialogue, encode: Callable[[], Encoded]) -> tuple[str, list[Document | Dialogue]]:
-        """The dialogue's split and its documents: one, several (windows, answers apart), or none when the split is full
-        (counted as skipped). Where the target is to answer it, the dialogue itself, or none where nobody can ask it.
+    def _assign(self, dialogue: Dialogue, encode: Callable[[], Encoded]) -> tuple[str, list[Document | Dialogue]]:
+        """Return the dialogue's split and its documents: one, several (windows, one for each answer), or none when the
+        split is full (counted as skipped). Where the target is to answer it, return the dialogue itself, or none where
+        it cannot be asked.
 
-        Raises chat.Unusable.
+        Raise chat.Unusable.
         """
-        split = self._split(dialogue)
+        split = self._split_of(dialogue)
         if split == "validation":
-            self._offer_prompt(dialogue)
-        if self._full(split):
+            self._add_prompt(dialogue)
+        if self._is_full(split):
             self.skipped[f"{split} is full"] += 1
             return split, []
         if self.recipe.data.answers == "target":
-            if reason := not_asked(dialogue):
+            if reason := skip_reason(dialogue):
                 self.skipped[reason] += 1
                 return split, []
             self.edits.update(dialogue.edits)
@@ -193,17 +199,17 @@ class Plan:
         self.edits.update([*dialogue.edits, *edits])
         return split, [Document(doc_id, encoded.input_ids, encoded.loss_mask) for doc_id, encoded in sequences]
 
-    def _full(self, split: str) -> bool:
+    def _is_full(self, split: str) -> bool:
         data = self.recipe.data
         if split == "validation":
             return self.accepted[split] >= data.validation_dialogues
         tokens = data.max_tokens is not None and self.tokens["train"] >= data.max_tokens
         return tokens or (data.max_dialogues is not None and self.accepted[split] >= data.max_dialogues)
 
-    def _offer_prompt(self, dialogue) -> None:
-        """The first question of a held-out dialogue becomes an evaluation prompt, as long as some are wanted; after
-        these, as long as it leaves room to answer, a calibration prompt. Each question is one prompt only, unless
-        `data.group` says what belongs together. So no figure of training looks at what evaluation measures.
+    def _add_prompt(self, dialogue) -> None:
+        """Make the first question of a held-out dialogue an evaluation prompt, until there are enough; after these, if
+        it leaves room for an answer, a calibration prompt. Each question is one prompt only, unless `data.group` is
+        set. So no figure of training uses a prompt of the evaluation.
         """
         data = self.recipe.data
         if len(self.prompts) == data.heldout_prompts and len(self.calibration) == data.calibration_prompts:
@@ -214,29 +220,29 @@ class Plan:
         ids = chat.prompt_ids(self.tokenizer, [{"role": "user", "content": question}])
         if len(self.prompts) < data.heldout_prompts:
             if len(ids) <= data.max_length:
-                one = {"question_id": dialogue.doc_id, "category": "sharegpt", "turns": [question]}
-                self.prompts.append(one | {"exchanges": _exchanges(dialogue.messages)})
+                prompt = {"question_id": dialogue.doc_id, "category": "sharegpt", "turns": [question]}
+                self.prompts.append(prompt | {"exchanges": _exchanges(dialogue.messages)})
                 self._prompt_keys.add(question_key(question))
         elif len(ids) + self.recipe.features.answer_tokens <= data.max_length:
             mask = np.zeros(len(ids), np.uint8)
             self.calibration.append(Document(dialogue.doc_id, np.array(ids, np.int32), mask))
             self._prompt_keys.add(question_key(question))
 
-    def _close(self, split: str) -> ShardTask:
-        task = ShardTask(split, self._indices[split], self._open[split])
+    def _finish_task(self, split: str) -> ShardTask:
+        task = ShardTask(split, self._indices[split], self._open_tasks[split])
         self._indices[split] += 1
-        self._open[split] = []
+        self._open_tasks[split] = []
         return task
 
     def accounting(self, shards: list[ShardRecord]) -> dict:
-        """Counts of the source's dialogues by fate: records + further sequences = accepted + rejected + skipped,
-        exactly.
+        """Return counts of the source's dialogues by outcome: records + further sequences = accepted + rejected +
+        skipped, exactly.
         """
-        late = [(doc_id, reason) for shard in shards for doc_id, reason in shard.rejected.items()]
-        rejected = [*self.rejected, *late]
+        rejected_by_workers = [(doc_id, reason) for shard in shards for doc_id, reason in shard.rejected.items()]
+        rejected = [*self.rejected, *rejected_by_workers]
         accepted = sum(shard.rows for shard in shards)
         edits = sum((Counter(shard.edits) for shard in shards), self.edits)
-        further = self.further + edits.pop(FURTHER, 0)
+        further = self.further + edits.pop(FURTHER_SEQUENCES, 0)
         if accepted + len(rejected) + self.skipped.total() != self.records + further:
             raise PipelineError(
                 f"{accepted} accepted, {len(rejected)} rejected and {self.skipped.total()} skipped dialogues are not "

@@ -1,4 +1,4 @@
-"""The workers of the dump and of a regeneration."""
+"""The worker pool of the dump and of a regeneration."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,7 +11,7 @@ from pipeline.running.workers import Pool
 from preprocess.dump.task import ShardTask, next_try
 
 
-def crew_of(recipe: Recipe) -> Crew:
+def dump_crew(recipe: Recipe) -> Crew:
     settings = recipe.features
     return Crew(
         section="features",
@@ -23,7 +23,7 @@ def crew_of(recipe: Recipe) -> Crew:
     )
 
 
-def records(
+def run_tasks(
     recipe: Recipe,
     make: Callable[[Heartbeat], Worker],
     tasks: Iterator[ShardTask],
@@ -31,8 +31,8 @@ def records(
     progress: Progress,
     size: Callable[[Any], int],
 ) -> Iterator[Any]:
-    """What the workers return for their tasks, as they finish. `progress` moves with their batches; `size` is what a
-    record counts in it. Raises PipelineError; finished files stay finished.
+    """Yield the records that workers return for their tasks, as they finish. `progress` moves with their batches;
+    `size` returns a record's amount in it. Raise PipelineError; finished files stay finished.
     """
     done = progress.event.done
 
@@ -40,7 +40,7 @@ def records(
         progress.reach(done + in_work, in_work, now=doing)
 
     progress.note("reading the source")
-    for _, record in Pool(crew_of(recipe), make, partial(next_try, batch_key=batch_key)).results(tasks, watch):
+    for _, record in Pool(dump_crew(recipe), make, partial(next_try, batch_key=batch_key)).results(tasks, watch):
         done += size(record)
         progress.reach(done)
         yield record

@@ -15,37 +15,37 @@ REJECTED = "rejected.jsonl"
 
 
 def write_rejected(folder: Path, rejected: Iterable[tuple[str, str]]) -> None:
-    """(document id, reason) of each dialogue that is not used."""
+    """Write (document id, reason) of each dialogue that is not used."""
     lines = (json.dumps({"doc_id": doc_id, "reason": reason}) + "\n" for doc_id, reason in rejected)
     write_text(folder / REJECTED, "".join(lines))
 
 
-def listed(fates: dict[str, int], between: str = " ") -> str:
+def format_counts(fates: dict[str, int], between: str = " ") -> str:
     return ", ".join(f"{fate}{between}{count}" for fate, count in fates.items()) or "none"
 
 
-def torn_tail(counts: dict[str, Any]) -> list[str]:
-    """A report's line on a source that was cut; none where it was not."""
-    whole = counts["torn_tail_after"]
-    return [] if whole is None else [f"the source ends in the middle of a record: its {whole} whole records are used"]
+def describe_torn_tail(counts: dict[str, Any]) -> list[str]:
+    """Return a report's line on a torn source; an empty list for any other."""
+    records = counts["torn_tail_after"]
+    return [] if records is None else [f"the source ends inside a record: its {records} complete records are used"]
 
 
-def examples(counts: dict[str, Any]) -> list[str]:
-    """A report's lines on the first record of each reason that a look at it explains."""
+def describe_examples(counts: dict[str, Any]) -> list[str]:
+    """Return a report's lines with the first record of each reason that a description explains."""
     return [public_text(f"the first {reason} record: {text}") for reason, text in counts.get("examples", {}).items()]
 
 
-def suffix(words: list[str]) -> str:
-    """Return the end of a message that says these, too."""
+def join_suffix(words: list[str]) -> str:
+    """Join further parts of a message, each after a semicolon."""
     return "".join(f"; {word}" for word in words if word)
 
 
-def _count(manifest: Manifest) -> int:
+def _count_shards(manifest: Manifest) -> int:
     return len(manifest.shards) + len(manifest.answers)
 
 
 def describe_groups(manifest: Manifest) -> str:
-    """Empty where no dialogues are."""
+    """Describe the grouped dialogues; return an empty text where there are none."""
     counts = manifest.accounting["grouped"]
     parts = f"{counts['dialogues']} dialogues are parts of {counts['conversations']} conversations"
     sharing = counts.get("sharing_dialogues")  # not counted in earlier dumps
@@ -54,35 +54,37 @@ def describe_groups(manifest: Manifest) -> str:
 
 
 def report_lines(recipe: Recipe, manifest: Manifest) -> list[str]:
-    """Return what a dump ends with: every record by its fate, tokens, answers, files."""
+    """Return the lines of a dump's report: every record by its outcome, tokens, answers, files."""
     counts, layers = manifest.accounting, manifest.spec.auxiliary_layers
     lines = [f"auxiliary layers {layers}, of another recipe"] if manifest.spec.recipe != dump_hash(recipe) else []
     if not counts:
-        return [*lines, f"{_count(manifest)} shards, without an account of the source's records"]
-    lines, total = [*lines, *torn_tail(counts)], sum(counts["rejected"].values())
+        return [*lines, f"{_count_shards(manifest)} shards, without an account of the source's records"]
+    lines, total = [*lines, *describe_torn_tail(counts)], sum(counts["rejected"].values())
     further = f" + {counts['further_sequences']} further sequences" if counts["further_sequences"] else ""
     lines.append(
         f"{counts['records']} records{further} = {counts['accepted']} accepted + {total} rejected "
-        f"({listed(counts['rejected'])}) + skipped ({listed(counts['skipped'], ': ')})"
+        f"({format_counts(counts['rejected'])}) + skipped ({format_counts(counts['skipped'], ': ')})"
     )
-    lines += examples(counts)
-    lines.append(f"edits: {listed(counts['edits'])}; chat template: {manifest.spec.template_settings or 'no settings'}")
+    lines += describe_examples(counts)
+    lines.append(
+        f"edits: {format_counts(counts['edits'])}; chat template: {manifest.spec.template_settings or 'no settings'}"
+    )
     if grouped := describe_groups(manifest):
         lines.append(f"split: {grouped}, each on one side")
-    if alone := counts["grouped"].get("without_group"):
+    if ungrouped := counts["grouped"].get("without_group"):
         lines.append(
-            f"split: {alone} records have no group by data.group={recipe.data.group!r}: each is split by its id"
+            f"split: {ungrouped} records have no group by data.group={recipe.data.group!r}: each is split by its id"
         )
-    if fed := manifest.lacks("train"):
-        lines.append(f"train: states of {fed} dialogues are made while training reads them")
-    for split in SPLITS[bool(fed) :]:
+    if fed_rows := manifest.lacks("train"):
+        lines.append(f"train: states of {fed_rows} dialogues are made while training reads them")
+    for split in SPLITS[bool(fed_rows) :]:
         rows, tokens, trained = (manifest.total(split, count) for count in ("rows", "tokens", "trained_tokens"))
         lines.append(f"{split}: {rows} dialogues, {tokens:,} tokens, {trained:,} with a loss")
     answers, tokens = manifest.total(ANSWERS, "rows"), manifest.total(ANSWERS, "trained_tokens")
-    lost = sum(len(shard.rejected) for shard in manifest.answers)
+    rejected_answers = sum(len(shard.rejected) for shard in manifest.answers)
     lines.append(
         f"answers: the target's own to {answers} calibration prompts, {tokens:,} tokens"
-        + (f"; {lost} rejected" if lost else "")
+        + (f"; {rejected_answers} rejected" if rejected_answers else "")
     )
     if errors := [shard.off for shard in (*manifest.shards, *manifest.answers) if shard.off is not None]:
         engine = f"{manifest.spec.engine} {manifest.spec.engine_version}"
@@ -90,5 +92,5 @@ def report_lines(recipe: Recipe, manifest: Manifest) -> list[str]:
     size = sum(record.bytes for record in manifest.files) / 1e6
     store = recipe.features.store
     where = public_name(store) if store else recipe.paths.features
-    lines.append(f"{_count(manifest)} shards, {size:,.0f} MB in {where}")
+    lines.append(f"{_count_shards(manifest)} shards, {size:,.0f} MB in {where}")
     return lines

@@ -1,4 +1,4 @@
-"""A task of the dump or of a regeneration, what its worker computes with, and the next try after a failure."""
+"""A task of the dump or of a regeneration, the threads and progress of its worker, and the next try after a failure."""
 
 import hashlib
 import logging
@@ -18,23 +18,23 @@ from pipeline.running.cores import asked_threads
 from pipeline.running.crew import Heartbeat, WorkerFailure
 
 S, T = TypeVar("S"), TypeVar("T")
-KILLS_WORKERS = "kills_workers"  # why a dialogue was set aside
+KILLS_WORKERS = "kills_workers"  # reason for setting a dialogue aside
 log = logging.getLogger(__name__)
 
 
-def nobody_listens(items: tuple[str, ...], done: int = 0) -> None:
-    """The heartbeat of a worker outside of a pool."""
+def no_heartbeat(items: tuple[str, ...], done: int = 0) -> None:
+    """Do nothing: the heartbeat of a worker outside of a pool."""
 
 
-def take_threads(most: int) -> None:
-    """The calling thread computes with so many: the recipe's cpus_per_worker, or the user's OMP_NUM_THREADS where that
-    is fewer.
+def set_threads(limit: int) -> None:
+    """Set the number of threads that the calling thread computes with: `limit`, the recipe's cpus_per_worker, or the
+    user's OMP_NUM_THREADS where that is less.
     """
-    torch.set_num_threads(min(most, asked_threads() or most))
+    torch.set_num_threads(min(limit, asked_threads() or limit))
 
 
-def ahead(make: Callable[[S], T], items: Iterable[S], threads: Executor, count: int) -> Iterator[tuple[S, T]]:
-    """``(item, make(item))`` in order; the next `count` are made in the threads while the caller is busy with one."""
+def map_ahead(make: Callable[[S], T], items: Iterable[S], threads: Executor, count: int) -> Iterator[tuple[S, T]]:
+    """Yield ``(item, make(item))`` in order; the threads make the next `count` while the caller works on one."""
     making: deque[tuple[S, Future[T]]] = deque()
     for item in items:
         making.append((item, threads.submit(make, item)))
@@ -45,8 +45,8 @@ def ahead(make: Callable[[S], T], items: Iterable[S], threads: Executor, count: 
         yield item, future.result()
 
 
-class Busy:
-    """What the threads of a worker are busy with, and how much of its task is done; the heartbeat names all of it."""
+class ActiveWork:
+    """The batches in work of a worker's threads, and the finished amount of its task; the heartbeat names them all."""
 
     def __init__(self, heartbeat: Heartbeat):
         self._heartbeat, self._lock = heartbeat, Lock()
@@ -64,17 +64,17 @@ class Busy:
             self.done += done
 
     def begin(self) -> None:
-        """Nothing of the task is done."""
+        """Reset the finished amount at the start of a task."""
         self.done = 0
 
     def add(self, done: int) -> None:
-        """The next heartbeat names it."""
+        """Add to the finished amount; the next heartbeat reports it."""
         with self._lock:
             self.done += done
 
     @contextmanager
     def on(self, doc_ids: tuple[str, ...]) -> Iterator[None]:
-        """What an error leaves stays named."""
+        """Name the batch during the block. After an error it stays named."""
         self.take(doc_ids)
         yield
         self.free(doc_ids)
@@ -85,8 +85,8 @@ class Busy:
 
 
 def in_flight(recipe: Recipe) -> int:
-    """Batches that a worker forwards at a time: one for every GPU of a spread target, some for an engine, which takes
-    requests of several together.
+    """Return the number of batches that a worker forwards at a time: one for every GPU of a spread target, several for
+    an engine, which batches requests by itself.
     """
     if recipe.target.engine != "transformers":
         return 4
@@ -94,7 +94,7 @@ def in_flight(recipe: Recipe) -> int:
 
 
 def longest_first(documents: Iterable[Any]) -> list[Any]:
-    """Whatever order they come in."""
+    """Sort documents by length, the longest first, whatever order they come in."""
     return sorted(documents, key=lambda document: (-len(document.input_ids), document.doc_id))
 
 
@@ -104,14 +104,16 @@ class ShardTask:
 
     split: str
     index: int
-    documents: list[Any]  # each with a `doc_id`, and `content()`: all but that id that its result depends on
-    failures: list[tuple[str, ...]] = field(default_factory=list)  # ids of what each failed worker was busy with
-    suspects: tuple[str, ...] = ()  # ids of dialogues to be worked on alone first: one of them kills workers
+    documents: list[Any]  # each with a `doc_id`, and `content()`: everything else that its result depends on
+    failures: list[tuple[str, ...]] = field(default_factory=list)  # ids of the batch in work of each failed worker
+    suspects: tuple[str, ...] = ()  # ids of dialogues to be processed alone first: one of them kills workers
     set_aside: dict[str, str] = field(default_factory=dict)  # id -> reason: dialogues that are left out
 
     @property
     def in_order(self) -> list[Any]:
-        """Documents as the text table and the shard have them: the longest first, which are forwarded together."""
+        """The documents in the order of the text table and the shard: longest first, so that similar lengths share a
+        batch.
+        """
         return longest_first(self.documents)
 
     @property
@@ -126,8 +128,8 @@ class ShardTask:
         return state.hexdigest()[:16]
 
     def is_done(self, record: Any, recipe: Recipe) -> bool:
-        """Whether there is a record of it from an earlier run: None, or what has the fingerprint `documents`. Raises
-        PipelineError when that was made from other dialogues: the source changed between two runs.
+        """Return whether an earlier run finished the task. `record`: its record, which has the fingerprint `documents`,
+        or None. Raise PipelineError when it was made from other dialogues: the source changed between two runs.
         """
         if record is not None and record.documents != self.fingerprint:
             raise PipelineError(
@@ -138,30 +140,31 @@ class ShardTask:
 
 
 def next_try(task: ShardTask, failure: WorkerFailure, batch_key: str) -> ShardTask:
-    """Return the task for the next try after a worker failed that was busy with the failure's items, which are
-    dialogues. Raise PipelineError where no single one is to blame.
+    """Return the task for the next try after a worker failed on the failure's items, which are dialogues. Raise
+    PipelineError where no single dialogue is the cause.
 
-    A failure alone proves nothing (a node may go at any time), so the first on a batch changes nothing. After the
-    second its dialogues are worked on one by one; one on which workers fail twice while it is alone is set aside. That
-    holds for exceptions, too: a dialogue may cause them. `batch_key`: the recipe's, for the size of a batch.
+    A single failure proves nothing (a node may fail at any time), so the first on a batch changes nothing. After the
+    second its dialogues are processed one by one; a dialogue on which workers fail twice while it is alone is set
+    aside. The same holds for exceptions: a dialogue may cause them. `batch_key`: the recipe's key for the size of a
+    batch.
     """
     busy = failure.items
     if not busy:  # between two batches
         return task
-    before = Counter(doc_id for batch in task.failures if len(batch) > 1 for doc_id in batch)
-    if len(busy) > 1 and all(before[doc_id] > 1 for doc_id in busy):
+    failed_batches = Counter(doc_id for batch in task.failures if len(batch) > 1 for doc_id in batch)
+    if len(busy) > 1 and all(failed_batches[doc_id] > 1 for doc_id in busy):
         raise PipelineError(
             f"{task.title}: workers failed on the same dialogues again and again, the last one because: "
-            f"{failure.reason.rstrip('.')}. Each of them comes through alone, so the batch is too large: lower "
+            f"{failure.reason.rstrip('.')}. Each of them succeeds alone, so the batch is too large: lower "
             f"{batch_key} and run the job again"
         )
-    again = busy in task.failures
+    has_failed_alone = busy in task.failures
     task = replace(task, failures=[*task.failures, busy])
     if len(busy) > 1:
-        return replace(task, suspects=tuple(doc_id for doc_id in busy if before[doc_id]))
+        return replace(task, suspects=tuple(doc_id for doc_id in busy if failed_batches[doc_id]))
     (doc_id,) = busy
-    left = task.suspects[task.suspects.index(doc_id) :] if doc_id in task.suspects else busy
-    if not again:
-        return replace(task, suspects=left)
-    log.warning("%s: set aside, for it kills workers: %s", task.title, doc_id)
-    return replace(task, suspects=left[1:], set_aside={**task.set_aside, doc_id: KILLS_WORKERS})
+    suspects = task.suspects[task.suspects.index(doc_id) :] if doc_id in task.suspects else busy
+    if not has_failed_alone:
+        return replace(task, suspects=suspects)
+    log.warning("%s: dialogue set aside, since it kills workers: %s", task.title, doc_id)
+    return replace(task, suspects=suspects[1:], set_aside={**task.set_aside, doc_id: KILLS_WORKERS})

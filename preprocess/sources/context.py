@@ -1,11 +1,11 @@
-"""What stands beside the texts of a record's turns: system prompts, earlier exchanges, the template's keywords, images,
-and flags that say which answers have no loss.
+"""A record's columns next to the texts of its turns: system prompts, earlier exchanges, the template's keywords,
+images, and flags of answers without a loss.
 
-An answer is trained behind the prompt that it was given to. What of that prompt cannot be used is counted:
+An answer is trained after the prompt that it was written for. Parts of that prompt that cannot be used are counted:
 
-    system_not_shown    a system column beside another system prompt, or one that is no text
-    history_not_shown   a history that is no list of exchanges, or stands beside several questions
-    image_not_shown     an image, video or sound whose place no text names
+    system_not_shown    a system column next to another system prompt, or one that is no text
+    history_not_shown   a history that is no list of exchanges, or next to several questions
+    image_not_shown     an image, video or sound for which no text has a marker
 """
 
 import re
@@ -18,16 +18,17 @@ from preprocess.sources.tools import read_json
 SYSTEM = ("system", "system_prompt", "system_message")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 FLAGS = ("weight", "train", "training", "trainable", "loss")  # of a turn: 0 or false leaves its text without a loss
-_PLACE = re.compile(r"<\|?(?:image|img|video|audio|vision)[ _]?\w*\|?>|\[img\]", re.IGNORECASE)  # of what is not text
-# Names by which data sets say what of a turn is learnt. They are few, and so are the reasons that name one.
-_LEARNT = re.compile(
+# Markers of images, videos and sounds in a text.
+_MEDIA_MARKER = re.compile(r"<\|?(?:image|img|video|audio|vision)[ _]?\w*\|?>|\[img\]", re.IGNORECASE)
+# Keys by which data sets flag the trained parts of a turn. They are few, and so are the reasons that name one.
+_LOSS_KEY = re.compile(
     r"(?:(?:token|assistant|response)_)?(?:train|training|trained|trainable|loss|weights?|mask|masked)"
     r"(?:_(?:details?|scale|weights?|masks?|only))?"
 )
 
 
 def with_context(record: dict, turns: list) -> tuple[list, list[str]]:
-    """``(turns behind the record's system prompt and history, edits)``."""
+    """Return ``(turns after the record's system prompt and history, edits)``."""
     roles = [_role(turn) for turn in turns]
     first = roles.index("user") if "user" in roles else len(roles)
     stated = [either(turns[at], "value", "content") for at in range(first) if roles[at] == "system"]
@@ -43,11 +44,11 @@ def with_context(record: dict, turns: list) -> tuple[list, list[str]]:
 
 
 def keywords_of(record: dict) -> dict[str, Any] | None:
-    """Return what the record's answers were given under, for its template; `template.with_keywords` judges it. Raises
-    Unusable("malformed_keywords" | "not_unicode").
+    """Return the record's keywords for the chat template, under which its answers were written;
+    `template.with_keywords` checks them. Raise Unusable("malformed_keywords" | "not_unicode").
     """
-    given = record.get("chat_template_kwargs")
-    keywords = None if _is_nan(given) else read_json(given, "malformed_keywords")
+    column = record.get("chat_template_kwargs")
+    keywords = None if _is_nan(column) else read_json(column, "malformed_keywords")
     if not isinstance(keywords, dict | None):
         raise Unusable("malformed_keywords")
     return {name: value for name, value in (keywords or {}).items() if _is_filled(value)} or None
@@ -63,10 +64,10 @@ def require_known_mask(record: dict) -> None:
 
 
 def has_loss(turn: dict) -> bool:
-    """Return whether a turn's flags leave its text to be trained. Raises Unusable("unknown_KEY") for one that says
-    something else.
+    """Return whether a turn's flags leave its text to be trained. Raise Unusable("unknown_KEY") for a flag that is
+    neither 0 nor 1, or has another key.
     """
-    names = [key for key in turn if isinstance(key, str) and _LEARNT.fullmatch(key)]
+    names = [key for key in turn if isinstance(key, str) and _LOSS_KEY.fullmatch(key)]
     flags = {name: turn[name] for name in names if _is_filled(turn[name])}
     for key, value in flags.items():
         if key not in FLAGS or not isinstance(value, bool | int | float) or value not in (0, 1):
@@ -75,10 +76,10 @@ def has_loss(turn: dict) -> bool:
 
 
 def unseen_media(record: dict, texts: list[str]) -> list[str]:
-    """Return edits. Raises Unusable("has_image") where a text has a place for what its record holds beside it."""
+    """Return edits. Raise Unusable("has_image") where a text has a marker for media of its record."""
     if not any(_is_filled(record.get(name)) for name in MEDIA):
         return []
-    if any(_PLACE.search(text) for text in texts):
+    if any(_MEDIA_MARKER.search(text) for text in texts):
         raise Unusable("has_image")
     return ["image_not_shown"]
 
@@ -88,13 +89,15 @@ def _role(turn: Any) -> str | None:
 
 
 def _is_filled(value: Any) -> bool:
-    """Data sets fill the columns that a record lacks with nulls, NaN (pandas), blanks and empty lists."""
-    if isinstance(value, list):  # and lists of these
-        return any(_says(inner) for item in value for inner in (item if isinstance(item, list) else [item]))
-    return _says(value) and value != {}
+    """Return whether a column has content: data sets fill missing ones with nulls, NaN (pandas), blanks and empty
+    lists.
+    """
+    if isinstance(value, list):  # or lists of these
+        return any(_has_content(inner) for item in value for inner in (item if isinstance(item, list) else [item]))
+    return _has_content(value) and value != {}
 
 
-def _says(value: Any) -> bool:
+def _has_content(value: Any) -> bool:
     if isinstance(value, str):
         return bool(value.strip())
     return value is not None and not _is_nan(value)
@@ -105,8 +108,8 @@ def _is_nan(value: Any) -> bool:
 
 
 def _exchanges(history: Any) -> Messages:
-    """Return the turns of Alpaca's ``[[question, answer], ...]`` without the blank pairs, or a list of turns; none of
-    something else.
+    """Return the turns of Alpaca's ``[[question, answer], ...]`` without blank pairs, or a list of turns as it is; an
+    empty list for any other value.
     """
     pairs = history if isinstance(history, list) else []
     if all(isinstance(turn, dict) for turn in pairs):

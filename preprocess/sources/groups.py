@@ -1,5 +1,5 @@
-"""Which dialogues are parts of one conversation or begin with one question, and so fall on one side of the split; the
-split itself.
+"""Groups of dialogues that are parts of one conversation or begin with the same question, so that the split keeps them
+on one side; and the split itself.
 """
 
 import hashlib
@@ -21,49 +21,50 @@ from preprocess.sources.dialogues import Dialogue, record_id
 from preprocess.sources.read import Tail, read_records
 
 _PART = re.compile(r"\A([A-Za-z0-9]{7})_\d+\Z")  # ShareGPT's id of a part of a long conversation
-_AGAIN = re.compile(r"@[0-9a-f]{32}\Z")  # what `intake` puts behind a repeated id; regenerated files hold it
-LOOKED_AT = 1000  # records by which a source is judged
-MOST_PARTS = 8  # of a conversation, on average: ShareGPT's have 1.9. More, and the ids only count: example_0, example_1
-SEARCH_SECONDS = 5  # of an expression of `data.group` in one id, whose worst case may be exponential
-LONGEST = 128  # parts of one conversation: ShareGPT's longest has 89. Those behind are of an id that only counts
+_REPEAT_SUFFIX = re.compile(r"@[0-9a-f]{32}\Z")  # appended by `intake` to a repeated id; regenerated files have it
+SAMPLED_RECORDS = 1000  # first records, which show whether ids name parts
+MOST_PARTS = 8  # parts of a conversation on average: ShareGPT has 1.9. With more, ids just count: example_0, example_1
+SEARCH_SECONDS = 5  # time limit for `data.group`'s expression in one id: its worst case may be exponential
+LONGEST = 128  # parts of one conversation: ShareGPT's longest has 89. With further parts, the id just counts
 
 
 @dataclass(slots=True)
 class Question:
-    """The use of one first question so far."""
+    """A first question and its use so far."""
 
-    group: str  # of the first dialogue that begins with it
-    dialogues: int = 0  # that begin with it and are used
+    group: str  # group of the first dialogue that begins with it
+    dialogues: int = 0  # used dialogues that begin with it
 
 
 class Groups:
-    """By `data.group`: a record's key (`_group_name` of its value), or a regular expression on its id (its first group,
-    else all that it matches); a record that has none is a conversation of its own. Without `data.group`, by ShareGPT's
-    ids of parts (hRPPgZT_0, hRPPgZT_11) that follow each other, as long as the source's first records look like it, and
-    by the first question: a dialogue, or a conversation's first part, that begins with a question of before joins its
-    group. A group is named by its first record. Records come in the source's order.
+    """The groups of a source's dialogues. `data.group` names a record's key (`_group_name` of its value), or a regular
+    expression on its id (its first group, or else the whole match); a record without one is a conversation of its own.
+    Without `data.group`, parts are recognised by ShareGPT's ids (hRPPgZT_0, hRPPgZT_11) that follow each other, if the
+    source's first records have such ids, and by the first question: a dialogue, or a conversation's first part, that
+    begins with an earlier question joins its group. A group is named by its first record. Records come in the source's
+    order.
     """
 
     def __init__(self, data: DataConfig):
-        """Reads the source's first records. Raises PipelineError for an unusable source."""
+        """Read the source's first records. Raise PipelineError for an unusable source."""
         self._data, self._key = data, data.group_key
         self._pattern = regex.compile(data.group) if data.group is not None and self._key is None else None
         self._parts = data.group is None and _holds_parts(data)
-        self._before: str | None = None  # the conversation of which the part before was
+        self._before: str | None = None  # conversation of the previous part
         self._lengths: Counter = Counter()  # parts by conversation
-        self._first_groups: dict[str, str] = {}  # the group of a conversation that begins with a question of before
+        self._first_groups: dict[str, str] = {}  # group of a conversation that begins with an earlier question
         self._questions: dict[bytes, Question] = {}
-        self._asked = self._matched = 0  # records; those of which `data.group` says something
-        self._seen: Counter = Counter()  # used dialogues by conversation, or by the value of `data.group`
-        self._last: tuple[str | None, Question | None] = (None, None)  # of the dialogue that was grouped last
+        self._records = self._matched = 0  # records; those that have a group by `data.group`
+        self._used: Counter = Counter()  # used dialogues by conversation, or by the value of `data.group`
+        self._last: tuple[str | None, Question | None] = (None, None)  # name and question of the last grouped dialogue
 
     def of(self, record: Any, dialogue: Dialogue) -> str:
-        """Return the name of the dialogue's group; its id where it is alone. Raises Unusable("on_both_sides") for a
-        part whose conversation is on one side of the split and whose first question on the other.
+        """Return the name of the dialogue's group; its id where it is alone. Raise Unusable("on_both_sides") for a
+        part whose conversation and whose first question are on different sides of the split.
         """
         doc_id = dialogue.doc_id
         if self._data.group is not None:
-            name = self._named(record, doc_id)
+            name = self._name_by_setting(record, doc_id)
             self._last = (name, None)
             return name or doc_id
         conversation = self._conversation(doc_id) if self._parts else None
@@ -82,31 +83,31 @@ class Groups:
             raise Unusable("on_both_sides")
         return name
 
-    def _named(self, record: Any, doc_id: str) -> str | None:
-        """Return what `data.group` says of the record."""
-        self._asked += 1
+    def _name_by_setting(self, record: Any, doc_id: str) -> str | None:
+        """Return the record's group by `data.group`; None where it has none."""
+        self._records += 1
         name = None
         if self._key is not None:
             name = _group_name(record.get(self._key)) if isinstance(record, dict) else None
-        elif self._pattern is not None and (found := self._search(doc_id)):
-            name = found[1] if self._pattern.groups else found[0]
+        elif self._pattern is not None and (match := self._search(doc_id)):
+            name = match[1] if self._pattern.groups else match[0]
         self._matched += bool(name)
         return name or None
 
     def _search(self, doc_id: str) -> regex.Match | None:
         try:
-            return self._pattern.search(_AGAIN.sub("", doc_id), timeout=SEARCH_SECONDS)
+            return self._pattern.search(_REPEAT_SUFFIX.sub("", doc_id), timeout=SEARCH_SECONDS)
         except TimeoutError:
             raise PipelineError(
                 f"data.group={self._data.group!r} takes more than {SEARCH_SECONDS} s on the id {doc_id[:80]!r}: "
-                "expected an expression that says at once whether it matches. Write it without a repeat inside of a "
+                "expected an expression that matches, or fails, at once. Write it without a repeat inside of a "
                 "repeat, as in (a+)+ or (a|aa)+, or name a key of the records"
             ) from None
 
     def _conversation(self, doc_id: str) -> str | None:
-        found = _PART.search(_AGAIN.sub("", doc_id))
-        name = found[1] if found else None
-        if name is None or (name != self._before and name in self._lengths):  # it was over
+        match = _PART.search(_REPEAT_SUFFIX.sub("", doc_id))
+        name = match[1] if match else None
+        if name is None or (name != self._before and name in self._lengths):  # it had ended
             self._before = None
             return None
         self._before = name
@@ -114,39 +115,40 @@ class Groups:
         return name if self._lengths[name] <= LONGEST else None
 
     def count_last(self) -> None:
-        """Count the dialogue that was grouped last as used."""
+        """Count the last grouped dialogue as used."""
         name, question = self._last
         if name is not None:
-            self._seen[name] += 1
+            self._used[name] += 1
         if question is not None:
             question.dialogues += 1
 
     def counts(self) -> dict[str, int]:
-        """``{"conversations", "dialogues"}``: of those with more than one dialogue. Without a `data.group` also the
-        "shared_questions", with which more than one dialogue begins, and the "sharing_dialogues". With one, the
-        "without_group", records that are well formed and have none. Raises PipelineError for one that no record has.
+        """Return ``{"conversations", "dialogues"}``: numbers of conversations with more than one dialogue, and of their
+        dialogues. Without `data.group` also "shared_questions", with which more than one dialogue begins, and
+        "sharing_dialogues". With it, "without_group": well-formed records that have none. Raise PipelineError where no
+        record has a group.
         """
-        several = [parts for parts in self._seen.values() if parts > 1]
+        several = [parts for parts in self._used.values() if parts > 1]
         counts = {"conversations": len(several), "dialogues": sum(several)}
         if self._data.group is None:
             shared = [question.dialogues for question in self._questions.values() if question.dialogues > 1]
             return counts | {"shared_questions": len(shared), "sharing_dialogues": sum(shared)}
         if self._data.group == "id":
             return counts
-        if self._asked and not self._matched:
+        if self._records and not self._matched:
             raise PipelineError(
-                f"data.group={self._data.group!r} is in none of {self._asked} records: expected a key of theirs "
+                f"data.group={self._data.group!r} is in none of {self._records} records: expected a key of theirs "
                 "(letters, digits and _) whose value is a text, a number, a list or an object, or a regular expression "
                 "on their ids"
             )
-        return counts | {"without_group": self._asked - self._matched}
+        return counts | {"without_group": self._records - self._matched}
 
 
 def _group_name(value: Any) -> str | None:
-    """The group of records with this value: that of a list or an object is its JSON with sorted keys. None where it
-    says nothing (null, NaN, empty), or is of a Parquet column's own types.
+    """Return the group of records with this value: of a list or an object, its JSON with sorted keys. None for an empty
+    value (null, NaN, ""), or one of a Parquet column's own types.
     """
-    value = _plain(value)
+    value = _normalize_numbers(value)
     if value in (None, "", [], {}) or value != value:
         return None
     if isinstance(value, str | int | float):
@@ -157,28 +159,28 @@ def _group_name(value: Any) -> str | None:
         return None
 
 
-def _plain(value: Any) -> Any:
-    """With each number as what it is worth: pandas makes 12.0 of 12 where another record has none."""
+def _normalize_numbers(value: Any) -> Any:
+    """Return the value with whole numbers as integers: pandas turns 12 into 12.0 where another record has none."""
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _normalize_numbers(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_plain(inner) for inner in value]
+        return [_normalize_numbers(inner) for inner in value]
     if isinstance(value, float | Decimal):
         return int(value) if math.isfinite(value) and value == int(value) else float(value)
     return value
 
 
 def _holds_parts(data: DataConfig) -> bool:
-    ids = (_AGAIN.sub("", record_id(record)) for record in islice(read_records(data, Tail()), LOOKED_AT))
-    parts = Counter(found[1] for found in map(_PART.search, ids) if found)
+    ids = (_REPEAT_SUFFIX.sub("", record_id(record)) for record in islice(read_records(data, Tail()), SAMPLED_RECORDS))
+    parts = Counter(match[1] for match in map(_PART.search, ids) if match)
     return len(parts) < parts.total() <= MOST_PARTS * len(parts)
 
 
 def question_key(question: str) -> bytes:
-    """Return 16 bytes that stand for a question, whatever white space is between its words."""
+    """Return a hash of 16 bytes for a question, whatever white space is between its words."""
     return hashlib.blake2b(" ".join(question.split()).encode(), digest_size=16).digest()
 
 
 def held_out(group: str, fraction: float) -> bool:
-    """Split by the hash of the group's name (`Groups.of`), never by order."""
+    """Return whether a group is held out: by the hash of its name (`Groups.of`), never by order."""
     return int(hashlib.sha256(group.encode()).hexdigest()[:8], 16) < fraction * 2**32

@@ -1,5 +1,5 @@
-"""The source's usable dialogues: clean, of a wanted language, not there before (by id, by content, nearly by MinHash).
-What became of the others is counted.
+"""The source's usable dialogues: clean, of a requested language, without duplicates (by id, by content, nearly by
+MinHash). All other records are counted by reason.
 """
 
 import hashlib
@@ -18,28 +18,28 @@ from preprocess.sources.forms import description
 from preprocess.sources.groups import Groups
 from preprocess.sources.read import Tail, read_records
 
-DESCRIBED = ("malformed", "unknown_role")  # reasons that a look at the record explains
-LOOKED_AT = 4000  # characters of a dialogue whose language is judged
+DESCRIBED = ("malformed", "unknown_role")  # reasons that the record's description explains
+LANGUAGE_CHARACTERS = 4000  # characters of a dialogue that show its language
 PERMUTATIONS, BANDS, SHINGLE = 128, 32, 5  # words a shingle
 
 
-def language(dialogue: Dialogue) -> str:
-    """ISO 639-1 code."""
-    return str(py3langid.classify(dialogue.text[:LOOKED_AT])[0])
+def detect_language(dialogue: Dialogue) -> str:
+    """Return the ISO 639-1 code of a dialogue's language."""
+    return str(py3langid.classify(dialogue.text[:LANGUAGE_CHARACTERS])[0])
 
 
 def clean_in_language(record: Any, data: DataConfig, groups: Groups) -> Dialogue:
-    """Raises Unusable by the rules of `dialogues.clean`, as "language" (that of mere tokens is not known), or by
-    `Groups.of`.
+    """Return the record's dialogue with its group. Raise Unusable by the rules of `dialogues.clean`, as "language" (the
+    language of bare tokens is not known), or by `Groups.of`.
     """
     dialogue = clean(record, data.repeated)
-    if data.languages and (isinstance(dialogue.raw, Encoded) or language(dialogue) not in data.languages):
+    if data.languages and (isinstance(dialogue.raw, Encoded) or detect_language(dialogue) not in data.languages):
         raise Unusable("language")
     return replace(dialogue, group=groups.of(record, dialogue))
 
 
 class Duplicates:
-    """Remembers what there was: 16 bytes a dialogue, and with `near` about 2 KB more."""
+    """The hashes of earlier dialogues: 16 bytes a dialogue, and with `near` about 2 KB more."""
 
     def __init__(self, near: float | None):
         """`near`: the estimated Jaccard similarity of word 5-grams from which two dialogues count as one; None: off."""
@@ -47,9 +47,9 @@ class Duplicates:
         self._signatures: list[RMinHash] = []
         self._index = RMinHashLSH(threshold=near, num_perm=PERMUTATIONS, num_bands=BANDS) if near else None
 
-    def distinct(self, dialogue: Dialogue) -> Dialogue:
-        """Return the dialogue and remember it. One whose id is another's, with another content, gets an id of its own:
-        its group stays. Raises Unusable("duplicate" | "duplicate_text" | "near_duplicate").
+    def deduplicate(self, dialogue: Dialogue) -> Dialogue:
+        """Return the dialogue and remember it. A repeated id with another content gets a suffix; the group stays. Raise
+        Unusable("duplicate" | "duplicate_text" | "near_duplicate").
         """
         content, repeated = _digest(dialogue.identity()), _digest(dialogue.doc_id.encode()) in self._ids
         if content in self._contents:
@@ -70,12 +70,12 @@ class Duplicates:
         return dialogue
 
 
-def _digest(said: bytes) -> bytes:
-    return hashlib.blake2b(said, digest_size=16).digest()
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def shingles(text: str) -> list[str]:
-    """Runs of five words, in lower case; the whole text where it is shorter."""
+    """Return all runs of five words, in lower case; the whole text where it is shorter."""
     words = re.findall(r"\w+", text.lower())
     return [" ".join(words[at : at + SHINGLE]) for at in range(max(len(words) - SHINGLE + 1, 1))]
 
@@ -89,15 +89,15 @@ class Intake:
     rejected: list[tuple[str, str]] = field(default_factory=list)  # (document id, reason)
     tail: Tail = field(default_factory=Tail)
     grouped: dict[str, int] = field(default_factory=dict)  # `Groups.counts`, once the pass is over
-    examples: dict[str, str] = field(default_factory=dict)  # by reason: what the first record of these looks like
+    examples: dict[str, str] = field(default_factory=dict)  # by reason: a description of its first record
 
     def __iter__(self) -> Iterator[Dialogue]:
-        """Raises PipelineError for an unusable source."""
+        """Yield the usable dialogues. Raise PipelineError for an unusable source."""
         duplicates, groups = Duplicates(self.data.near_duplicates), Groups(self.data)
         for record in read_records(self.data, self.tail):
             self.records += 1
             try:
-                dialogue = duplicates.distinct(clean_in_language(record, self.data, groups))
+                dialogue = duplicates.deduplicate(clean_in_language(record, self.data, groups))
             except Unusable as reason:
                 self.rejected.append((record_id(record), str(reason)))
                 if str(reason) in DESCRIBED:

@@ -1,12 +1,12 @@
-"""Where dialogues come from: files and data sets -> records, one by one, never the whole source in memory.
+"""The sources of dialogues: files and data sets -> records, one by one, never the whole source in memory.
 
     embedded:sharegpt                       the embedded default
     PATH or fsspec address                  JSON, .csv or .parquet; JSON and CSV also with .gz, .zst, .xz, .bz2
     datasets:NAME                           a data set of the Hugging Face Hub, or a folder that `datasets` can load
     FOLDER                                  the same as datasets:FOLDER
 
-How a JSON file holds its records, its first lines say (`json_records.py`). A record is whatever the source holds:
-`dialogues.py` judges it. Messages name a source without its credentials.
+The first lines of a JSON file show its layout (`json_records.py`). A record may have any form: `dialogues.py` checks
+it. Messages name a source without its credentials.
 """
 
 import bz2
@@ -34,9 +34,9 @@ from preprocess.sources.forms import BrokenLine
 from preprocess.sources.json_records import (
     LONGEST,
     SHOWN,
-    NoList,
+    NotAList,
+    PeekableFile,
     Unparsable,
-    Watched,
     layout_of,
     list_items,
     objects,
@@ -46,37 +46,37 @@ from preprocess.sources.json_records import (
 )
 
 DATASETS = "datasets:"
-MOST_FILES = 100  # of a local folder, whose first records are looked at before the first is given
+MAX_FILES = 100  # of a local folder, whose first records are read before any is yielded
 csv.field_size_limit(LONGEST)
-_OPENERS = {  # by the end of the name; each reads on through several members or frames
+_OPENERS = {  # by the file name's suffix; each reads through several members or frames
     ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
     ".xz": lzma.LZMAFile,
     ".bz2": bz2.BZ2File,
     ".zst": lambda raw: zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True),
 }
-MOST_WORDS = 600  # characters of a library's error
+MAX_ERROR_CHARACTERS = 600  # characters of a library's error
 _PARSERS = {"list": list_items, "wrapped": wrapped_items, "objects": objects}
-# What reading a damaged file, or one over a bad connection, raises.
+# Errors of reading a damaged file, or a file over a bad connection.
 _DAMAGE = (OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, httpx2.HTTPError)
 
 
 @dataclass
 class Tail:
-    """Filled when the file ends in the middle of a record."""
+    """The torn end of a file: filled when it ends in the middle of a record."""
 
-    torn_after: int | None = None  # whole records before the tear
+    torn_after: int | None = None  # complete records before the tear
 
 
 def read_records(data: DataConfig, tail: Tail) -> Iterator[Any]:
-    """Yields the source's records in its order.
+    """Yield the source's records in its order.
 
-    Raises PipelineError when the source is missing, is of no known form, is damaged before its end, or is not what the
-    regeneration beside it wrote. A line of JSON lines that cannot be parsed is yielded as text, to be counted as
-    malformed.
+    Raise PipelineError when the source is missing, has no known form, is damaged before its end, or differs from the
+    output of the regeneration in its folder. A line of JSON lines that cannot be parsed is yielded as text, to be
+    counted as malformed.
     """
     source = data.source
     if source.startswith(DATASETS) or source.endswith(".parquet") or Path(source).is_dir():
-        yield from _of_datasets(data)
+        yield from _read_dataset(data)
         return
     if source.startswith(embedded.PREFIX):
         if source != "embedded:sharegpt":
@@ -85,47 +85,51 @@ def read_records(data: DataConfig, tail: Tail) -> Iterator[Any]:
     require_whole(source)
     with _open(source) as raw:
         try:
-            file = Watched(raw)
+            file = PeekableFile(raw)
             wide, layout = file.is_wide(), layout_of(file)
         except _DAMAGE as error:
-            raise PipelineError(_unusable(source, f"it cannot be read ({error})")) from None
+            raise PipelineError(_describe_unusable(source, f"it cannot be read ({error})")) from None
         if wide:
             raise PipelineError(
-                _unusable(source, "it is not UTF-8 text, but UTF-16 or the like: convert it (iconv -f UTF-16 -t UTF-8)")
+                _describe_unusable(
+                    source, "it is not UTF-8 text, but UTF-16 or the like: convert it (iconv -f UTF-16 -t UTF-8)"
+                )
             )
-        if source.removesuffix(_packed(source)).endswith(".csv"):
-            yield from _rows(source, file, tail)
+        if source.removesuffix(_compression_suffix(source)).endswith(".csv"):
+            yield from _read_rows(source, file, tail)
         elif layout == "lines":
-            yield from _lines(source, file, tail)
+            yield from _read_lines(source, file, tail)
         else:
-            yield from _items(source, file, tail, _PARSERS[layout])
+            yield from _read_items(source, file, tail, _PARSERS[layout])
 
 
-def _items(source: str, file: Watched, tail: Tail, parser: Callable[[Watched], Iterator[Any]]) -> Iterator[Any]:
-    """The records of JSON that is no JSON lines."""
+def _read_items(
+    source: str, file: PeekableFile, tail: Tail, parser: Callable[[PeekableFile], Iterator[Any]]
+) -> Iterator[Any]:
+    """Yield the records of JSON other than JSON lines."""
     count = 0
     try:
         for record in parser(file):
             count += 1
             yield record
-    except NoList:
-        raise PipelineError(_unusable(source, "it is JSON, but no list of records")) from None
+    except NotAList:
+        raise PipelineError(_describe_unusable(source, "it is JSON, but no list of records")) from None
     except (Unparsable, *_DAMAGE) as error:
         torn = isinstance(error, Unparsable) and error.torn
         if count and torn:
             tail.torn_after = count
             return
         if count:
-            why = f"it is damaged after {count} records"
+            reason = f"it is damaged after {count} records"
         else:
-            why = "it ends in its first record" if torn else "its first record cannot be parsed"
-        raise PipelineError(_unusable(source, f"{why} ({error})")) from None
+            reason = "it ends in its first record" if torn else "its first record cannot be parsed"
+        raise PipelineError(_describe_unusable(source, f"{reason} ({error})")) from None
     if file.torn:
         tail.torn_after = count
 
 
-def _lines(source: str, file: Watched, tail: Tail) -> Iterator[Any]:
-    """One JSON object a line. A last line without its end that cannot be parsed is a torn tail."""
+def _read_lines(source: str, file: PeekableFile, tail: Tail) -> Iterator[Any]:
+    """Yield the records of JSON lines. A last line without a line end that cannot be parsed is a torn tail."""
     count = 0
     try:
         for number, line in enumerate(file.lines(), 1):
@@ -136,7 +140,7 @@ def _lines(source: str, file: Watched, tail: Tail) -> Iterator[Any]:
             except ValueError:
                 if not line.endswith(b"\n"):
                     if count == 0:
-                        raise PipelineError(_unusable(source, "it ends in its first record")) from None
+                        raise PipelineError(_describe_unusable(source, "it ends in its first record")) from None
                     tail.torn_after = count
                     return
                 record = shown_line(line)
@@ -144,13 +148,15 @@ def _lines(source: str, file: Watched, tail: Tail) -> Iterator[Any]:
             count += 1
             yield record
     except _DAMAGE as error:
-        raise PipelineError(_unusable(source, f"it is damaged after {count} records ({error})")) from None
+        raise PipelineError(_describe_unusable(source, f"it is damaged after {count} records ({error})")) from None
     if file.torn:
         tail.torn_after = count
 
 
-def _rows(source: str, file: Watched, tail: Tail) -> Iterator[Any]:
-    """The rows of a CSV file by its header, all values as texts. A row of more values than the header is broken."""
+def _read_rows(source: str, file: PeekableFile, tail: Tail) -> Iterator[Any]:
+    """Yield the rows of a CSV file by its header, all values as texts. A row with more values than the header is
+    broken.
+    """
     count = 0
     try:
         rows = csv.DictReader(io.TextIOWrapper(_Stream(file), "utf-8", newline=""), strict=True)
@@ -162,17 +168,17 @@ def _rows(source: str, file: Watched, tail: Tail) -> Iterator[Any]:
         if count and str(error) == "unexpected end of data":
             tail.torn_after = count
             return
-        raise PipelineError(_unusable(source, f"it is damaged after {count} rows ({error})")) from None
+        raise PipelineError(_describe_unusable(source, f"it is damaged after {count} rows ({error})")) from None
     if not count:
-        raise PipelineError(_unusable(source, "it has no row behind a header"))
+        raise PipelineError(_describe_unusable(source, "it has no row after a header"))
     if file.torn:
         tail.torn_after = count
 
 
 class _Stream(io.RawIOBase):
-    """A watched file for Python's own readers."""
+    """A peekable file for Python's own readers."""
 
-    def __init__(self, file: Watched):
+    def __init__(self, file: PeekableFile):
         self._file = file
 
     def readable(self) -> bool:
@@ -184,7 +190,7 @@ class _Stream(io.RawIOBase):
         return len(content)
 
 
-def _of_datasets(data: DataConfig) -> Iterator[Any]:
+def _read_dataset(data: DataConfig) -> Iterator[Any]:
     name = data.source.removeprefix(DATASETS)
     where = (
         {"path": "parquet", "data_files": data.source}
@@ -194,50 +200,53 @@ def _of_datasets(data: DataConfig) -> Iterator[Any]:
     count = 0
     try:
         rows = load_dataset(**where, split=data.split, streaming=True)
-        if Path(name).is_dir():  # files that do not go together are told before, not after hours
-            for file in range(1, min(rows.num_shards, MOST_FILES)):
+        if Path(name).is_dir():  # files whose columns differ are found now, not after hours
+            for file in range(1, min(rows.num_shards, MAX_FILES)):
                 next(iter(rows.shard(rows.num_shards, file)), None)
         for row in rows:
             count += 1
             yield row
     except (OSError, ValueError, TypeError, NotImplementedError, DatasetsError, httpx2.HTTPError) as error:
-        why = " ".join(str(error).partition("\nExample of usage")[0].split())[:MOST_WORDS] or type(error).__name__
+        reason = (
+            " ".join(str(error).partition("\nExample of usage")[0].split())[:MAX_ERROR_CHARACTERS]
+            or type(error).__name__
+        )
         raise PipelineError(
             f"data.source {data.source} (subset {data.subset!r}, split {data.split!r}) cannot be read"
-            f"{f' behind its first {count} records' if count else ''}: {why}{_remedy(why)}"
+            f"{f' after its first {count} records' if count else ''}: {reason}{_remedy(reason)}"
         ) from None
 
 
-def _remedy(why: str) -> str:
+def _remedy(reason: str) -> str:
     """Return what to do about an error of `datasets`, where that is known."""
-    if "cast" in why:
+    if "cast" in reason:
         return (
-            ". Its files do not hold the same columns, or hold one column in different ways: give data.source one of "
-            "them, or write their records into one file of JSON lines, where each may be another"
+            ". Its files do not hold the same columns, or hold one column in different types: name one of them in "
+            "data.source, or write their records into one file of JSON lines, where each may differ"
         )
-    if "Config name is missing" in why or "BuilderConfig" in why:
+    if "Config name is missing" in reason or "BuilderConfig" in reason:
         return ". Set data.subset to one of these"
-    return ". Set data.split to one of these" if "Bad split" in why or "Unknown split" in why else ""
+    return ". Set data.split to one of these" if "Bad split" in reason or "Unknown split" in reason else ""
 
 
 def _open(source: str) -> BinaryIO:
     try:
         raw = fsspec.open(source, "rb").open()
-        return _OPENERS.get(_packed(source), lambda raw: raw)(raw)
+        return _OPENERS.get(_compression_suffix(source), lambda raw: raw)(raw)
     except FileNotFoundError as error:
-        why = _absence(error)
+        reason = _describe_missing(error)
     except (OSError, ValueError, ImportError, httpx2.HTTPError) as error:
-        why = f"cannot be opened: {error}"
-    raise PipelineError(f"data.source {source} {why}")
+        reason = f"cannot be opened: {error}"
+    raise PipelineError(f"data.source {source} {reason}")
 
 
-def _packed(source: str) -> str:
+def _compression_suffix(source: str) -> str:
     """Return the ending that names a file's compression; empty where there is none."""
     return next((ending for ending in _OPENERS if source.endswith(ending)), "")
 
 
-def _absence(error: FileNotFoundError) -> str:
-    """fsspec calls everything that a server does not give not found; what stands behind it tells more."""
+def _describe_missing(error: FileNotFoundError) -> str:
+    """Describe why a file is missing. fsspec raises FileNotFoundError for every server error; its cause tells more."""
     cause = error.__cause__
     if cause is None or isinstance(cause, FileNotFoundError):
         return "does not exist"
@@ -245,13 +254,13 @@ def _absence(error: FileNotFoundError) -> str:
     if status in (401, 403):
         return f"is refused by the server (HTTP {status}): are its credentials right?"
     if status is not None:
-        return f"cannot be had: the server answers HTTP {status}"
+        return f"cannot be fetched: the server answers HTTP {status}"
     return f"cannot be reached: {str(cause) or type(cause).__name__}"
 
 
-def _unusable(source: str, why: str) -> str:
+def _describe_unusable(source: str, reason: str) -> str:
     return (
-        f"data.source {source}: {why}. Expected a JSON list or JSON lines (or CSV with a header, or Parquet) of "
+        f"data.source {source}: {reason}. Expected a JSON list or JSON lines (or CSV with a header, or Parquet) of "
         '{"id": ..., "conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]} or '
         '{"id": ..., "messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}'
     )

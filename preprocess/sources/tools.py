@@ -1,8 +1,8 @@
-"""What a record says of tools: their descriptions, an assistant's calls of them, and whose results are whose.
+"""The tools of a record: their descriptions, an assistant's calls of them, and the call of each result.
 
-All of it comes out in the form that chat templates expect (transformers' and OpenAI's): a tool is
+All are returned in the form that chat templates expect (transformers' and OpenAI's): a tool is
 {"type": "function", "function": {"name", ...}}; a call is the same with its `arguments` as an object. JSON in a string
-is read. A null in what is no string is taken for the filling of a Parquet column, and left out.
+is parsed. Nulls outside of strings are taken for the filling of a Parquet column, and left out.
 """
 
 import json
@@ -17,8 +17,8 @@ BAD_TOOLS, BAD_CALL = "malformed_tools", "malformed_tool_call"
 
 
 def tools_of(record: dict) -> list[dict] | None:
-    """None for a record without tools. Raises Unusable("malformed_tools" | "not_unicode")."""
-    tools, older = record.get("tools"), record.get("functions")  # a name that other columns have, too
+    """Return a record's tools; None for a record without. Raise Unusable("malformed_tools" | "not_unicode")."""
+    tools, older = record.get("tools"), record.get("functions")  # other columns may have this name, too
     listed = isinstance(older, list) or (isinstance(older, str) and older.lstrip().startswith("["))
     tools = read_json(tools or (older if listed else None), BAD_TOOLS)
     tools = [tools] if isinstance(tools, dict) and tools else tools
@@ -26,34 +26,36 @@ def tools_of(record: dict) -> list[dict] | None:
         return None
     if not isinstance(tools, list):
         raise Unusable(BAD_TOOLS)
-    return [_wrapped(read_json(tool, BAD_TOOLS)) for tool in tools]
+    return [_wrap(read_json(tool, BAD_TOOLS)) for tool in tools]
 
 
 def calls_of(turn: dict) -> list[dict]:
-    """Raises Unusable("malformed_tool_call" | "not_unicode")."""
+    """Return a turn's calls. Raise Unusable("malformed_tool_call" | "not_unicode")."""
     calls = read_json(turn.get("tool_calls") or turn.get("function_call"), BAD_CALL)
     calls = [calls] if isinstance(calls, dict) and calls else calls or []
     if not isinstance(calls, list) or len(calls) > MOST_CALLS:
         raise Unusable(BAD_CALL)
-    return [_call(call) for call in calls]
+    return [_normalize_call(call) for call in calls]
 
 
 def name_results(messages: Messages) -> None:
-    """Gives tool turns the name that some templates ask for: by the call's id; where one has none, in their order."""
+    """Set the name of tool turns, which some templates require: by the call's id; without an id, in their order."""
     waiting: list[dict] = []
     for message in messages:
         if message["role"] == "assistant":
             waiting = list(message.get("tool_calls", []))
         elif message["role"] == "tool" and waiting:
-            asked = message.get("tool_call_id")
-            call = next((call for call in waiting if asked is None or call.get("id", asked) == asked), None)
+            call_id = message.get("tool_call_id")
+            call = next((call for call in waiting if call_id is None or call.get("id", call_id) == call_id), None)
             if call is not None:
                 waiting.remove(call)
                 message.setdefault("name", call["function"]["name"])
 
 
 def read_json(value: Any, reason: str) -> Any:
-    """The value without JSON's strings and Parquet's nulls; refused where a template or a tokenizer would break."""
+    """Return the value with JSON strings parsed and without Parquet's nulls. Raise Unusable(reason) for a value that
+    would break a template or a tokenizer.
+    """
     quoted = isinstance(value, str)
     if quoted and not value.strip():
         return None
@@ -78,21 +80,21 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _named(value: Any, reason: str) -> dict:
-    """What stands in "function", or the value itself."""
+def _function_of(value: Any, reason: str) -> dict:
+    """Return the value's "function", or the value itself. Raise Unusable(reason) where it has no name."""
     function = value.get("function", value) if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise Unusable(reason)
     return function
 
 
-def _wrapped(tool: Any) -> dict:
-    function = _named(tool, BAD_TOOLS)
+def _wrap(tool: Any) -> dict:
+    function = _function_of(tool, BAD_TOOLS)
     return {"type": "function", "function": function} if function is tool else tool
 
 
-def _call(call: Any) -> dict:
-    function = _named(call, BAD_CALL)
+def _normalize_call(call: Any) -> dict:
+    function = _function_of(call, BAD_CALL)
     arguments = read_json(function.get("arguments"), BAD_CALL)
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):

@@ -1,4 +1,4 @@
-"""How commands end: one message for bad input, for a file system that refuses, and for a signal."""
+"""The end of commands: one message for bad input, for a file system that refuses, and for a signal."""
 
 import errno
 import os
@@ -12,13 +12,13 @@ import pytest
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.load import load_recipe
 from pipeline.running import cores, entry
-from pipeline.running.cores import asked_threads, require_few
+from pipeline.running.cores import asked_threads, check_process_count
 from pipeline.running.stages import Stage, run_stage
 from pipeline.running.state import train_state
 from tests.kit import PATIENCE, command_environment, recipe_tree, wait_until, write_recipe
 from tests.warm import Forked
 
-KEPT = "what is finished is kept; run the same command again to continue"
+KEPT_LINE = "what is finished is kept; run the same command again to continue"
 # {keeps}, {interrupted}: what happens then, {cleaning}: seconds
 WAITING = """
 import time
@@ -50,7 +50,7 @@ from pipeline.running import children, entry
 def main():
     with children.started([sys.executable, "-c", {inner!r}], os.environ) as process:
         process.wait()
-children.PATIENCE = 1
+children.TERMINATION_SECONDS = 1
 entry.run(main)
 """
 STAGE = """
@@ -80,19 +80,19 @@ entry.run(lambda: run_stage(recipe, Stage("preprocess", command, os.environ, Non
 
 @pytest.fixture
 def interrupted(tmp_path) -> Callable[..., tuple[int, str, str]]:
-    """(status, stdout, stderr) of a process that gets these signals, each when it has printed another line."""
+    """Return (status, stdout, stderr) of a process that gets these signals, each once it has printed another line."""
 
     def run(code: str, *numbers: int, **environment: str) -> tuple[int, str, str]:
         script, *streams = (tmp_path / name for name in ("command.py", "said", "error"))
         script.write_text(code)
         for stream in streams:
             stream.write_text("")
-        said, error = streams
-        process = Forked([sys.executable, str(script)], command_environment(**environment), error, said)
+        output, error = streams
+        process = Forked([sys.executable, str(script)], command_environment(**environment), error, output)
         for lines, number in enumerate(numbers, 1):
-            wait_until(lambda lines=lines: said.read_text().count("\n") >= lines, process)
+            wait_until(lambda lines=lines: output.read_text().count("\n") >= lines, process)
             os.kill(process.pid, number)
-        return process.wait(PATIENCE), said.read_text(), error.read_text()
+        return process.wait(PATIENCE), output.read_text(), error.read_text()
 
     return run
 
@@ -102,25 +102,25 @@ def waiting(keeps: bool = False, interrupted: str = "raise", cleaning: int = 0) 
 
 
 @pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")])
-@pytest.mark.parametrize(("keeps", "kept"), [(False, ""), (True, f": {KEPT}")])  # a plan, a status keep nothing
-def test_a_signal_closes_what_is_open_and_is_told_in_one_line(interrupted, number, word, keeps, kept):
-    assert interrupted(waiting(keeps), number) == (128 + number, "ready\nclosed\n", f"{word}{kept}\n")
+@pytest.mark.parametrize(("keeps", "suffix"), [(False, ""), (True, f": {KEPT_LINE}")])  # a plan, a status keep nothing
+def test_a_signal_closes_what_is_open_and_is_told_in_one_line(interrupted, number, word, keeps, suffix):
+    assert interrupted(waiting(keeps), number) == (128 + number, "ready\nclosed\n", f"{word}{suffix}\n")
 
 
 @pytest.mark.parametrize(
-    ("code", "kept"),
+    ("code", "expected"),
     [
-        ("error.add_note('but this'); raise", KEPT.replace(" kept", " kept, but this")),
-        ("raise RuntimeError('of a library')", KEPT),
+        ("error.add_note('but this'); raise", KEPT_LINE.replace(" kept", " kept, but this")),
+        ("raise RuntimeError('of a library')", KEPT_LINE),
     ],
 )
-def test_the_line_has_the_notes_and_not_what_an_interruption_leads_to(interrupted, code, kept):
-    assert interrupted(waiting(True, code), signal.SIGINT) == (130, "ready\nclosed\n", f"interrupted: {kept}\n")
+def test_the_line_has_the_notes_and_not_what_an_interruption_leads_to(interrupted, code, expected):
+    assert interrupted(waiting(True, code), signal.SIGINT) == (130, "ready\nclosed\n", f"interrupted: {expected}\n")
 
 
 def test_a_second_ctrl_c_ends_it_at_once(interrupted):
     ended, out, error = interrupted(waiting(True, cleaning=600), signal.SIGINT, signal.SIGINT)
-    assert (ended, out, error) == (130, "ready\nclosed\n", f"interrupted: {KEPT}\n")
+    assert (ended, out, error) == (130, "ready\nclosed\n", f"interrupted: {KEPT_LINE}\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -133,28 +133,30 @@ def test_of_several_ranks_the_first_tells_even_where_it_waits_in_a_library(inter
 @pytest.mark.parametrize(
     ("numbers", "lines"),
     [
-        ([signal.SIGINT], 1),  # the child hears SIGTERM alone, and goes on: it is made to end
+        ([signal.SIGINT], 1),  # the child gets SIGTERM alone, and continues: SIGKILL ends it
         ([signal.SIGINT, signal.SIGINT], 1),
         ([signal.SIGKILL], 0),
     ],
 )
 def test_whatever_ends_a_command_ends_what_it_started(interrupted, numbers, lines):
-    deaf = "" if signal.SIGKILL in numbers else "signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True))"
-    inner = f"import os, signal, time\n{deaf}\nprint(os.getpid(), flush=True)\nwhile True: time.sleep(1)"
+    handler = (
+        "" if signal.SIGKILL in numbers else "signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True))"
+    )
+    inner = f"import os, signal, time\n{handler}\nprint(os.getpid(), flush=True)\nwhile True: time.sleep(1)"
     code = CALLING.format(inner=inner)
     if len(numbers) == 2:
-        code = code.replace("PATIENCE = 1", "PATIENCE = 600")
+        code = code.replace("TERMINATION_SECONDS = 1", "TERMINATION_SECONDS = 600")
     ended, out, error = interrupted(code, *numbers)
     assert ended in (130, -signal.SIGKILL) and error.count("\n") == lines
     pid, *rest = out.splitlines()
     child = int(pid)
-    assert set(rest) == ({"asked"} if deaf else set())
+    assert set(rest) == ({"asked"} if handler else set())
     if len(numbers) == 2:
         os.kill(child, signal.SIGKILL)
-    wait_until(lambda: not is_there(child))
+    wait_until(lambda: not is_running(child))
 
 
-def is_there(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -171,23 +173,23 @@ def test_ctrl_c_ends_a_run_with_its_stage_in_one_line_that_says_what_is_lost(tin
     wait_until(lambda: log.exists() and log.read_text().endswith("\n"), process)
     child = int(log.read_text())
     os.kill(process.pid, signal.SIGINT)
-    assert process.wait(PATIENCE) == 130 and not is_there(child)
-    kept = "what is finished is kept, but the 4,000 tokens of what is in work, which are made again"
-    assert (tmp_path / "error").read_text() == f"interrupted: {kept}; run the same command again to continue\n"
+    assert process.wait(PATIENCE) == 130 and not is_running(child)
+    expected = "what is finished is kept, but the 4,000 tokens of what is in work, which are made again"
+    assert (tmp_path / "error").read_text() == f"interrupted: {expected}; run the same command again to continue\n"
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "text"),
     [
         ("print('error: no such key\\n  at x\\nmore'); sys.exit(2)", r"error: no such key\n  at x$"),
         ("print('Traceback'); sys.exit(2)", "Traceback$"),  # without a message of its own, the end of its log
     ],
 )
-def test_a_failing_stage_stops_the_run_with_its_own_message(tiny_recipe, code, said):
+def test_a_failing_stage_stops_the_run_with_its_own_message(tiny_recipe, code, text):
     (logs := tiny_recipe.paths.run / "logs").mkdir(parents=True)
     stage = Stage("train", [sys.executable, "-c", "import sys; " + code], dict(os.environ), train_state, [])
-    whole = rf"stage train failed \(status 2\); the whole log is {logs}/train.log\n{said}"
-    with pytest.raises(PipelineError, match=whole):
+    message = rf"stage train failed \(status 2\); the whole log is {logs}/train.log\n{text}"
+    with pytest.raises(PipelineError, match=message):
         run_stage(tiny_recipe, stage)
 
 
@@ -196,7 +198,7 @@ def test_a_failing_stage_stops_the_run_with_its_own_message(tiny_recipe, code, s
 
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize(
-    ("number", "why", "remedy"),
+    ("number", "reason", "remedy"),
     [
         (errno.ENOSPC, "No space left on device", "Free some space, or give another place (the recipe's output)"),
         (errno.EDQUOT, "Disk quota exceeded", "Free some space, or give another place (the recipe's output)"),
@@ -209,10 +211,10 @@ def test_a_failing_stage_stops_the_run_with_its_own_message(tiny_recipe, code, s
         (errno.ENOENT, "No such file or directory", "Check the path: nothing can be made there"),  # as below /proc
     ],
 )
-def test_each_refusal_of_a_file_system_has_its_remedy(number, why, remedy, keeps, capsys):
+def test_each_refusal_of_a_file_system_has_its_remedy(number, reason, remedy, keeps, capsys):
     assert entry.report(OSError(number, os.strerror(number), "/run/x"), keeps) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: /run/x: {why}. {remedy}") and error.count("\n") == 1
+    assert error.startswith(f"error: /run/x: {reason}. {remedy}") and error.count("\n") == 1
     assert error.endswith("; what is finished is kept\n") == keeps and ("kept" in error) == keeps
 
 
@@ -275,16 +277,16 @@ def test_a_recipe_that_is_a_folder_is_said_to_be_one(tmp_path):
 
 def test_more_processes_than_a_machine_could_serve_are_refused(monkeypatch):
     monkeypatch.setattr(cores, "cores", lambda: 2)
-    require_few("features.workers", 32)
+    check_process_count("features.workers", 32)
     with pytest.raises(PipelineError, match=r"features\.workers=33, but this machine has 2 cores: at most 32"):
-        require_few("features.workers", 33)
+        check_process_count("features.workers", 33)
 
 
 @pytest.mark.parametrize(
-    ("given", "asked"), [("3", 3), ("4,2", 4), ("", None), ("0", None), ("many", None), (None, None)]
+    ("value", "threads"), [("3", 3), ("4,2", 4), ("", None), ("0", None), ("many", None), (None, None)]
 )
-def test_the_users_threads_are_those_of_omp_num_threads(monkeypatch, given, asked):
+def test_the_users_threads_are_those_of_omp_num_threads(monkeypatch, value, threads):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if given is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", given)
-    assert asked_threads() == asked
+    if value is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert asked_threads() == threads

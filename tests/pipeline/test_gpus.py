@@ -1,4 +1,4 @@
-"""GPUs of a Ray worker: what is decided where nodes have them and where not, without one."""
+"""GPUs of workers and ranks, with and without GPUs on the nodes. The tests need no GPU."""
 
 import logging
 import subprocess
@@ -13,8 +13,8 @@ from pipeline.basics.errors import PipelineError
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import TrainConfig
-from pipeline.running.crew import Crew, room_for
-from pipeline.running.gpus import CHOICES, launch_command, require_choice
+from pipeline.running.crew import Crew, require_room
+from pipeline.running.gpus import DEVICE_VARIABLES, launch_command, require_choice
 from pipeline.running.stages import run, stages
 from tests.kit import ROOT, command_environment, recipe_tree, write_recipe, write_sharegpt
 
@@ -26,18 +26,18 @@ os.write(1, ("rank " + " ".join([*told, *sys.argv[1:]]) + "\n").encode())
 
 
 def test_the_ranks_get_the_gpus_that_the_user_chose(tmp_path, tiny_recipe, monkeypatch):
-    """Through DeepSpeed's own launcher, as `pipeline run` starts it."""
+    """DeepSpeed's own launcher is run, as `pipeline run` starts it."""
     choice = {"CUDA_VISIBLE_DEVICES": "3,GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "ZE_AFFINITY_MASK": "1.0"}
     for name, value in choice.items():
         monkeypatch.setenv(name, value)
-    found = stages("RECIPE", [], with_settings(tiny_recipe, "train", "auto", ranks=2))
-    command = next(stage.command for stage in found if stage.name == "train")
-    want = [f"rank {rank} {' '.join(choice.values())} RECIPE" for rank in range(2)]
-    assert told(command, tmp_path) == want
+    all_stages = stages("RECIPE", [], with_settings(tiny_recipe, "train", "auto", ranks=2))
+    command = next(stage.command for stage in all_stages if stage.name == "train")
+    expected = [f"rank {rank} {' '.join(choice.values())} RECIPE" for rank in range(2)]
+    assert printed_by_ranks(command, tmp_path) == expected
 
 
-def told(command: list[str], folder: Path) -> list[str]:
-    """What the processes of a stage's command say that they were given."""
+def printed_by_ranks(command: list[str], folder: Path) -> list[str]:
+    """Return the lines that the processes of a stage's command print: their GPU variables and arguments."""
     (folder / "rank.py").write_text(RANK)
     command = [
         str(folder / "rank.py") if word.startswith(str(ROOT)) and word.endswith(".py") else word for word in command
@@ -48,13 +48,13 @@ def told(command: list[str], folder: Path) -> list[str]:
 
 
 def test_each_side_gets_the_gpus_that_the_recipe_gives_it(tmp_path, tiny_recipe, monkeypatch):
-    for name in CHOICES:
+    for name in DEVICE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     recipe = with_settings(tiny_recipe, "train", "auto", ranks=None, gpus=[3, 1]).with_features(gpus=[0], keep="window")
     dump, train, evaluation = stages("RECIPE", [], recipe)
-    assert told(train.command, tmp_path) == [f"rank {rank} 3,1 - RECIPE" for rank in range(2)]
-    assert told(dump.command, tmp_path) == told(train.feeder, tmp_path) == ["rank - 0 - RECIPE"]
-    assert told(evaluation.command, tmp_path) == ["rank - - - RECIPE"]
+    assert printed_by_ranks(train.command, tmp_path) == [f"rank {rank} 3,1 - RECIPE" for rank in range(2)]
+    assert printed_by_ranks(dump.command, tmp_path) == printed_by_ranks(train.feeder, tmp_path) == ["rank - 0 - RECIPE"]
+    assert printed_by_ranks(evaluation.command, tmp_path) == ["rank - - - RECIPE"]
     with pytest.raises(PipelineError, match=r"features.gpus=\[0\], but this machine has 0, counted from 0"):
         require_choice(recipe)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
@@ -75,7 +75,7 @@ def test_each_side_gets_the_gpus_that_the_recipe_gives_it(tmp_path, tiny_recipe,
 
 
 def test_of_ranks_on_the_cpu_the_launcher_is_shown_no_gpu(monkeypatch):
-    """Shown GPU 3, it looks for the third CPU."""
+    """The launcher would look for the third CPU if it saw GPU 3."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert launch_command(["deepspeed"], "main.py", TrainConfig(ranks=2), "cpu") == [
         *("env", "--unset=CUDA_VISIBLE_DEVICES", "deepspeed", "--num_accelerators", "2", "main.py")
@@ -86,7 +86,7 @@ def test_of_ranks_on_the_cpu_the_launcher_is_shown_no_gpu(monkeypatch):
 
 
 def test_what_the_launcher_would_overwrite_is_known():
-    assert set(get_accelerator().visible_devices_envs()) <= set(CHOICES)
+    assert set(get_accelerator().visible_devices_envs()) <= set(DEVICE_VARIABLES)
 
 
 def test_without_a_number_of_ranks_each_visible_gpu_is_one(monkeypatch):
@@ -138,26 +138,26 @@ def with_settings(recipe: Recipe, section: str, device: str, **settings) -> Reci
     return recipe.model_copy(update={"target": target, section: changed})
 
 
-def crew(device: str, workers: int = 1, gpus: float | None = None, **more) -> Crew:
-    return Crew("features", workers, 1, gpus, device, 900, **more)
+def crew(device: str, workers: int = 1, gpus: float | None = None, **settings) -> Crew:
+    return Crew("features", workers, 1, gpus, device, 900, **settings)
 
 
 def test_workers_are_one_a_gpu_of_the_nodes(caplog):
     nodes = [{"CPU": 64}, {"CPU": 64, "GPU": 8}, {"CPU": 64, "GPU": 8}]
-    assert room_for(crew("auto", 16), nodes) == 1
-    assert room_for(crew("cpu", 16), nodes) == 0
-    assert room_for(crew("auto", 32, 0.5), nodes) == 0.5
-    assert room_for(crew("spread", 4, 4), nodes) == 4
+    assert require_room(crew("auto", 16), nodes) == 1
+    assert require_room(crew("cpu", 16), nodes) == 0
+    assert require_room(crew("auto", 32, 0.5), nodes) == 0.5
+    assert require_room(crew("spread", 4, 4), nodes) == 4
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        assert room_for(crew("auto", 17), nodes) == 1
-    assert "at most 64 CPUs and 8 GPUs, and room for 16 now: the others wait" in caplog.text
+        assert require_room(crew("auto", 17), nodes) == 1
+    assert "at most 64 CPUs and 8 GPUs, and room for 16 now: the remaining workers wait" in caplog.text
     for device, gpus, node in (("auto", None, {"CPU": 2}), ("auto", 0, {"CPU": 2}), ("cpu", 0, {"CPU": 2, "GPU": 2})):
-        assert room_for(crew(device, 2, gpus), [node]) == 0
+        assert require_room(crew(device, 2, gpus), [node]) == 0
 
 
 @pytest.mark.parametrize(
-    ("asked", "nodes", "message"),
+    ("refused_crew", "nodes", "message"),
     [
         (
             crew("spread", 1, 16),
@@ -171,13 +171,13 @@ def test_workers_are_one_a_gpu_of_the_nodes(caplog):
         (
             crew("auto", 8, all_at_once=True),
             [{"CPU": 64, "GPU": 4}],
-            "workers=8 want 1 CPUs and 1 GPUs each, but the nodes have .* room for 4. Lower features.workers",
+            "workers=8 require 1 CPUs and 1 GPUs each, but the nodes have .* room for 4. Lower features.workers",
         ),
     ],
 )
-def test_a_crew_without_room_is_refused(asked, nodes, message):
+def test_a_crew_without_room_is_refused(refused_crew, nodes, message):
     with pytest.raises(PipelineError, match=message):
-        room_for(asked, nodes)
+        require_room(refused_crew, nodes)
 
 
 def test_workers_that_share_a_gpu_share_its_speed(tiny_recipe):

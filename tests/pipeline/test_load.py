@@ -23,19 +23,19 @@ def release(loaded_target, tiny_recipe, embed_head, tmp_path):
 
 def test_a_loaded_release_answers_as_the_target_does(release, loaded_target, tiny_target):
     loaded = pipeline.load(release, target=str(tiny_target), device="cpu")
-    heard: list[int] = []
-    found = loaded.generate(QUESTION, max_new_tokens=24, on_tokens=lambda new: heard.extend(new) or 1)
+    streamed: list[int] = []
+    answer = loaded.generate(QUESTION, max_new_tokens=24, on_tokens=lambda new: streamed.extend(new) or 1)
     ids = prompt_ids(loaded_target.tokenizer, [{"role": "user", "content": QUESTION}])
     expected = plain(loaded_target, ids, Sampling(24, frozenset(loaded_target.stop_ids())))
-    assert found.tokens == heard == expected.tokens and len(found.depths) == len(found.tokens)
-    assert found.tau > 1.2 and sum(map(bool, found.depths)) > 3 and found.tokens_per_second > 0
-    plainly = loaded.generate([{"role": "user", "content": QUESTION}], max_new_tokens=24, plainly=True)
-    assert plainly.tokens == found.tokens and plainly.tau == 1.0 and not any(plainly.depths)
-    assert plainly.text == found.text
+    assert answer.tokens == streamed == expected.tokens and len(answer.depths) == len(answer.tokens)
+    assert answer.tau > 1.2 and sum(map(bool, answer.depths)) > 3 and answer.tokens_per_second > 0
+    plain_answer = loaded.generate([{"role": "user", "content": QUESTION}], max_new_tokens=24, plainly=True)
+    assert plain_answer.tokens == answer.tokens and plain_answer.tau == 1.0 and not any(plain_answer.depths)
+    assert plain_answer.text == answer.text
 
 
 def test_a_release_that_does_not_know_its_target_asks_for_it(release):
-    with pytest.raises(PipelineError, match="say target=FOLDER"):
+    with pytest.raises(PipelineError, match="pass target=FOLDER"):
         pipeline.load(release)
     with pytest.raises(PipelineError, match=r"custom_generate holds no release .*runs/NAME/release.*jakiro run RECIPE"):
         pipeline.load(release / "custom_generate")
@@ -63,6 +63,6 @@ def test_a_chat_answers_until_a_line_is_empty(release, tiny_target, monkeypatch,
     lines = iter([QUESTION, "and why?", ""])
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
     call(main, "chat", str(release), "--target", str(tiny_target), "--plain", "--tokens", str(tokens))
-    said = capsys.readouterr().out
-    assert said.count("; plain decoding ") == 2 and said.count("the same tokens") == 2 and "OTHER" not in said
-    assert said.count(" tokens, tau ") == 2 and next(lines, None) is None
+    output = capsys.readouterr().out
+    assert output.count("; plain decoding ") == 2 and output.count("the same tokens") == 2 and "OTHER" not in output
+    assert output.count(" tokens, tau ") == 2 and next(lines, None) is None

@@ -18,12 +18,12 @@ import pytest
 from pipeline.basics.errors import PipelineError
 from pipeline.running import cluster
 from pipeline.running.cluster import private_folder
-from pipeline.running.crew import NOT_YET, PASSED_ON, Crew, Heartbeat, Watch, WorkerFailure
+from pipeline.running.crew import FORWARDED_VARIABLES, NOT_YET, Crew, Heartbeat, Watch, WorkerFailure
 from pipeline.running.workers import LOADING, Pool, start_ray
 from tests.warm import PATIENCE, ROOT  # not of tests.kit: workers import this module
 
 CREW = Crew(section="features", workers=2, cpus=1, gpus=None, device="cpu", hang_seconds=PATIENCE)
-LOADS = ("hangs loading", "dies loading", "raises loading", "is refused loading")
+LOAD_FAULTS = ("hangs loading", "dies loading", "raises loading", "is refused loading")
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,10 @@ class Task:
     title: str
 
 
-class Faulty:
-    """Fails on each task the first time, in the way that its title names; then says what its environment says of the
-    title, else "done". Where a file is called as one of LOADS, whoever loads second fails so, and removes it.
+class FaultyWorker:
+    """A worker that fails on each task the first time, with the fault that its title names; then it returns the
+    environment variable of that title, else "done". Where a file has the name of one of LOAD_FAULTS, the second worker
+    that loads fails so, and removes the file.
     """
 
     def __init__(self, folder: Path, heartbeat: Heartbeat):
@@ -43,7 +44,7 @@ class Faulty:
         loaded = self._folder / "loaded"
         while (self._folder / "seen 0, starting Ray").exists() and not (self._folder / f"seen 0, {LOADING}").exists():
             time.sleep(0.05)
-        for fault in LOADS if loaded.exists() else ():
+        for fault in LOAD_FAULTS if loaded.exists() else ():
             if (self._folder / fault).exists():
                 (self._folder / fault).unlink()
                 self._fail(fault)
@@ -57,53 +58,53 @@ class Faulty:
             self._fail(task.title)
         return os.environ.get(task.title, "done")
 
-    def _fail(self, how: str) -> None:
-        there = lambda *names: any((self._folder / name).exists() for name in names)  # noqa: E731
-        while how == "slow" and (there(*LOADS) or not there("noticed")):
+    def _fail(self, fault: str) -> None:
+        exists = lambda *names: any((self._folder / name).exists() for name in names)  # noqa: E731
+        while fault == "slow" and (exists(*LOAD_FAULTS) or not exists("noticed")):
             self._heartbeat(())
             time.sleep(0.1)
-        if how == "counts":
+        if fault == "counts":
             for done in (7, 11):
                 self._heartbeat(("an item",), done)
-                while not there(f"seen {done}, counts"):
+                while not exists(f"seen {done}, counts"):
                     time.sleep(0.05)
-        if how.startswith("hangs"):
+        if fault.startswith("hangs"):
             (self._folder / "hanging").touch()
             time.sleep(PATIENCE)
-        if how.startswith("dies"):
+        if fault.startswith("dies"):
             os.kill(os.getpid(), signal.SIGKILL)
-        if how.startswith("raises"):
+        if fault.startswith("raises"):
             raise ValueError("no https://host/x?sig=hunter2\nat all")
-        if how.startswith("is refused"):
+        if fault.startswith("is refused"):
             raise PipelineError("nothing helps")
 
 
-class Hopeless(Faulty):
+class NeverLoads(FaultyWorker):
     def ready(self) -> None:
         self._fail("dies")
 
 
-class Refused(Faulty):
+class LoadingRefused(FaultyWorker):
     def ready(self) -> None:
         self._fail("is refused")
 
 
-class FirstLoads(Faulty):
-    """Loads with the first worker; every later one fails in this way."""
+class FirstLoads(FaultyWorker):
+    """A worker that loads the first time; every later one fails with this fault."""
 
-    def __init__(self, folder: Path, heartbeat: Heartbeat, how: str):
+    def __init__(self, folder: Path, heartbeat: Heartbeat, fault: str):
         super().__init__(folder, heartbeat)
-        self._how = how
+        self._fault = fault
 
     def ready(self) -> None:
         try:
             (self._folder / "loaded").touch(exist_ok=False)
         except FileExistsError:
-            self._fail(self._how)
+            self._fail(self._fault)
 
 
-class EveryThirdLoads(Faulty):
-    """Dies in all other loads."""
+class EveryThirdLoads(FaultyWorker):
+    """A worker that dies in all loads but every third."""
 
     def ready(self) -> None:
         loads = len(list(self._folder.glob("load-*"))) + 1
@@ -111,33 +112,34 @@ class EveryThirdLoads(Faulty):
         self._fail("loads" if loads % 3 == 0 else "dies")
 
 
-class Hasty(Pool):
-    """While one worker hangs and nobody noticed, most of `hang_seconds` passes with each sign of life of the other.
-    Nobody waits, and no patience depends on how fast the machine is.
+class HastyPool(Pool):
+    """A pool whose clock jumps: while one worker hangs unnoticed, most of `hang_seconds` passes with each heartbeat of
+    the other. So no test waits, and no limit depends on the machine's speed.
     """
 
-    def __init__(self, folder: Path, make: Callable = Faulty, **crew: float):
+    def __init__(self, folder: Path, make: Callable = FaultyWorker, **crew: float):
         self.failures: list[tuple[str, WorkerFailure]] = []
-        self._folder, self._ahead, self._seen = folder, 0.0, [0]
-        clock = lambda: time.monotonic() + self._ahead  # noqa: E731
+        self._folder, self._clock_offset, self._last_counts = folder, 0.0, [0]
+        clock = lambda: time.monotonic() + self._clock_offset  # noqa: E731
         super().__init__(replace(CREW, **crew), partial(make, folder), self._record, clock)
 
     def _record(self, task: Task, failure: WorkerFailure) -> Task:
         self.failures.append((task.title, failure))
         return task
 
-    def _look_for_hangs(self, watch: Watch) -> None:
+    def _check_hangs(self, watch: Watch) -> None:
         spawned = self._spawned
-        super()._look_for_hangs(watch)
+        super()._check_hangs(watch)
         if self._spawned > spawned:
             (self._folder / "noticed").touch()
         beats = [member.beat.count for member in self._members]
-        if (self._folder / "hanging").exists() and not (self._folder / "noticed").exists() and beats != self._seen:
-            self._seen = beats
-            self._ahead += 0.7 * PATIENCE
+        is_hanging = (self._folder / "hanging").exists() and not (self._folder / "noticed").exists()
+        if is_hanging and beats != self._last_counts:
+            self._last_counts = beats
+            self._clock_offset += 0.7 * PATIENCE
 
     def records(self, *titles: str, watch: Watch = lambda done, doing: None) -> dict[str, str]:
-        """By title. The second worker is given a task, and loads, when the first works."""
+        """Return the records by title. The second worker gets a task, and loads, once the first works."""
 
         def tasks() -> Iterator[Task]:
             yield Task(titles[0])
@@ -153,24 +155,24 @@ class Hasty(Pool):
 @pytest.mark.real
 @pytest.mark.usefixtures("on_cluster")
 def test_every_task_is_done_once_whoever_dies_hangs_or_raises(tmp_path, monkeypatch, caplog):
-    """The slow worker, which gives heartbeats, is left alone while the other hangs. What is done of a task is seen
-    while a worker is at it. The cluster was started without what the driver's environment says of engines; Ray itself
-    hides GPUs only from workers that take some.
+    """The slow worker sends heartbeats, so it is not replaced while the other hangs. The finished amount of a task is
+    visible while a worker works on it. The cluster was started without the driver's environment variables for engines;
+    Ray itself hides GPUs only from workers with GPUs.
     """
-    monkeypatch.setenv(PASSED_ON[0], "1")
-    pool = Hasty(tmp_path)
+    monkeypatch.setenv(FORWARDED_VARIABLES[0], "1")
+    pool = HastyPool(tmp_path)
 
     def watch(done: int, doing: str) -> None:
         (tmp_path / f"seen {done}, {doing}").touch()
 
     faults = ("hangs", "dies", "raises")
-    variables = {PASSED_ON[0]: "1", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    variables = {FORWARDED_VARIABLES[0]: "1", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     records = pool.records("slow", *faults, "counts", "is sound", *variables, watch=watch)
     assert records == dict.fromkeys(["slow", *faults, "counts", "is sound"], "done") | variables
     failures = dict(pool.failures)
     assert failures.keys() == set(faults) and len(pool.failures) == 3
     assert all(failure.items == (f"an item of {title}",) for title, failure in pool.failures)
-    assert "no sign of life" in failures["hangs"].reason
+    assert "no heartbeat" in failures["hangs"].reason
     assert failures["raises"].reason == "ValueError: no https://host/x"
     assert {title: type(failure.exception) for title, failure in pool.failures if failure.exception} == {
         "raises": ValueError
@@ -181,26 +183,26 @@ def test_every_task_is_done_once_whoever_dies_hangs_or_raises(tmp_path, monkeypa
 @pytest.mark.real
 @pytest.mark.usefixtures("on_cluster")
 def test_a_worker_that_cannot_load_is_replaced_while_another_works_and_blames_no_task(tmp_path, caplog):
-    for fault in LOADS:
+    for fault in LOAD_FAULTS:
         (tmp_path / fault).touch()
-    pool = Hasty(tmp_path)
+    pool = HastyPool(tmp_path)
     assert pool.records("slow", "is sound") == {"slow": "done", "is sound": "done"}
-    assert not pool.failures and caplog.text.count("a worker failed (loading the target): ") == len(LOADS)
+    assert not pool.failures and caplog.text.count("a worker failed (loading the target): ") == len(LOAD_FAULTS)
 
 
 @pytest.mark.real
 @pytest.mark.usefixtures("on_cluster")
 @pytest.mark.parametrize(
-    ("how", "all_at_once", "message"),
+    ("fault", "all_at_once", "message"),
     [
         ("raises", True, r"^loading the target: ValueError: no https://host/x$"),
         ("dies", True, r"^3 workers failed while loading the target, the last one because: "),
         ("raises", False, r"^7 workers failed while loading .* because: ValueError: no https://host/x\. What"),
     ],
 )
-def test_workers_that_never_load_end_the_job_though_another_one_finishes_tasks(tmp_path, how, all_at_once, message):
-    make, begin = partial(FirstLoads, how=how), time.monotonic()
-    pool = Hasty(tmp_path, make, all_at_once=all_at_once)
+def test_workers_that_never_load_end_the_job_though_another_one_finishes_tasks(tmp_path, fault, all_at_once, message):
+    make, begin = partial(FirstLoads, fault=fault), time.monotonic()
+    pool = HastyPool(tmp_path, make, all_at_once=all_at_once)
 
     def tasks() -> Iterator[Task]:
         while pool._spawned < 12 and time.monotonic() - begin < PATIENCE:
@@ -214,7 +216,7 @@ def test_workers_that_never_load_end_the_job_though_another_one_finishes_tasks(t
 @pytest.mark.usefixtures("on_cluster")
 def test_failed_loads_count_since_the_last_worker_that_loaded(tmp_path):
     """Three end the job; here two precede the first task, and two the next try."""
-    pool = Hasty(tmp_path, EveryThirdLoads, workers=1, all_at_once=True)
+    pool = HastyPool(tmp_path, EveryThirdLoads, workers=1, all_at_once=True)
     assert pool.records("dies") == {"dies": "done"} and len(list(tmp_path.glob("load-*"))) == 6
 
 
@@ -222,12 +224,12 @@ def test_failed_loads_count_since_the_last_worker_that_loaded(tmp_path):
 @pytest.mark.usefixtures("on_cluster")
 @pytest.mark.parametrize("all_at_once", [False, True])
 def test_a_worker_without_room_ends_a_job_whose_workers_work_all_at_once(tmp_path, monkeypatch, caplog, all_at_once):
-    monkeypatch.setattr("pipeline.running.workers.room_for", lambda crew, nodes: 0.0)  # of 4 CPUs, 3 are one worker's
+    monkeypatch.setattr("pipeline.running.workers.require_room", lambda crew, nodes: 0.0)  # a worker takes 3 of 4 CPUs
     (tmp_path / "hanging").touch()
-    pool = Hasty(tmp_path, cpus=3, all_at_once=all_at_once)
+    pool = HastyPool(tmp_path, cpus=3, all_at_once=all_at_once)
 
     def tasks() -> Iterator[Task]:
-        while pool._ahead < 3 * PATIENCE:
+        while pool._clock_offset < 3 * PATIENCE:
             yield Task("is sound")
 
     message = rf"^1 of 2 workers did not start within .*={PATIENCE}\. Make room .*workers$"
@@ -241,25 +243,25 @@ def test_a_worker_without_room_ends_a_job_whose_workers_work_all_at_once(tmp_pat
 @pytest.mark.parametrize(
     ("make", "gpus", "message"),
     [
-        (Faulty, 0, r"^is refused: nothing helps$"),
-        (Refused, 0, r"^loading the target: nothing helps$"),
-        (Hopeless, 0, r"^4 workers failed while loading the target, the last one because: "),
-        (Faulty, 1, r"^features.workers=1 want 1 CPUs and 1 GPUs each, but the nodes have .*, and room for 0"),
+        (FaultyWorker, 0, r"^is refused: nothing helps$"),
+        (LoadingRefused, 0, r"^loading the target: nothing helps$"),
+        (NeverLoads, 0, r"^4 workers failed while loading the target, the last one because: "),
+        (FaultyWorker, 1, r"^features.workers=1 require 1 CPUs and 1 GPUs each, but the nodes have .*, and room for 0"),
     ],
 )
 def test_an_error_for_the_user_too_many_failures_or_no_room_end_the_job(tmp_path, make, gpus, message):
     with pytest.raises(PipelineError, match=message):
-        Hasty(tmp_path, make, workers=1, gpus=gpus).records("is refused")
+        HastyPool(tmp_path, make, workers=1, gpus=gpus).records("is refused")
 
 
 def test_a_ray_that_the_job_starts_keeps_the_users_python_path(monkeypatch):
-    given: dict = {}
+    ray_settings: dict = {}
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("PYTHONPATH", "theirs")
-    monkeypatch.setattr("pipeline.running.workers.ray.init", lambda **settings: given.update(settings))
+    monkeypatch.setattr("pipeline.running.workers.ray.init", lambda **settings: ray_settings.update(settings))
     with start_ray(CREW):
         pass
-    assert given["runtime_env"]["env_vars"]["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "theirs"]
+    assert ray_settings["runtime_env"]["env_vars"]["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "theirs"]
 
 
 def test_rays_folder_lies_in_one_that_no_other_user_may_enter_and_is_removed(tmp_path, monkeypatch):
@@ -280,7 +282,7 @@ def test_a_place_too_long_for_rays_sockets_is_passed_over_and_none_is_an_error(t
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     with private_folder() as folder:
         assert folder.startswith("/tmp/ray-") and Path(folder).parent.stat().st_mode & 0o777 == 0o700
-        assert len(folder) - len("/ray-12345678/r") + len(cluster.RAYS_SOCKET) <= 107
+        assert len(folder) - len("/ray-12345678/r") + len(cluster.SOCKET_SUFFIX) <= 107
     monkeypatch.setattr(cluster, "SHORT", str(tmp_path / "none"))
     with pytest.raises(PipelineError, match=r"no place for its sockets: got .*, expected .* Name one in RAY_TMPDIR"):
         private_folder().__enter__()
@@ -302,7 +304,7 @@ def test_a_place_too_long_for_rays_sockets_is_passed_over_and_none_is_an_error(t
 def test_a_head_that_is_gone_is_told_before_anything_begins(tmp_path, monkeypatch, address, message):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     (tmp_path / "ray").mkdir()
-    with socket.socket() as silent:  # it is nobody else's, and does not listen
+    with socket.socket() as silent:  # a reserved port on which nothing listens
         silent.bind(("127.0.0.1", 0))
         port = silent.getsockname()[1]
         (tmp_path / "ray/ray_current_cluster").write_text(f"127.0.0.1:{port}")  # as a cluster that crashed leaves it
@@ -326,17 +328,17 @@ def test_a_ray_that_does_not_start_in_time_is_one_error(monkeypatch, address):
 
     monkeypatch.setenv("RAY_ADDRESS", address)
     monkeypatch.setattr("pipeline.running.workers.ray.init", late)
-    how = r"joined \(RAY_ADDRESS=.*\)" if address else "started on this machine"
+    action = r"joined \(RAY_ADDRESS=.*\)" if address else "started on this machine"
     message = (
-        rf"^Ray could not be {how}: Exception: The current node timed out during startup\. [^\n]*Run the command again"
+        rf"^Ray could not be {action}: Exception: The current node timed out during startup\. [^\n]*Run the command"
     )
     with pytest.raises(PipelineError, match=message), start_ray(CREW):
         pass
 
 
 def test_the_pool_starts_without_what_takes_long_to_import():
-    told = "import sys, pipeline.running.workers; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", told], cwd=ROOT, check=False).returncode == 0
+    code = "import sys, pipeline.running.workers; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 def test_without_a_task_nothing_is_started():

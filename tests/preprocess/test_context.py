@@ -1,4 +1,4 @@
-"""What stands beside a record's texts: flags of what has a loss, system prompts, earlier exchanges, the template's
+"""Columns next to a record's texts: flags of what has a loss, system prompts, earlier exchanges, the template's
 keywords, images.
 """
 
@@ -28,9 +28,9 @@ def flagged(*flags: dict) -> dict:
 @pytest.mark.parametrize(("no", "yes"), [(0, 1), (False, True), (0.0, 1.0)])
 def test_an_answer_that_is_not_to_be_trained_is_context_without_a_loss(key, no, yes):
     (sequence,), edits = encoded(flagged({key: no}, {key: yes}, {key: None}))
-    (whole,), _ = encoded(flagged({}, {}, {}))
+    (unflagged,), _ = encoded(flagged({}, {}, {}))
     assert masked_runs(TOKENIZER, sequence) == ["a1<|end|>", "a2<|end|>"] and edits == ["turn_without_loss"]
-    assert sequence.input_ids.tolist() == whole.input_ids.tolist()
+    assert sequence.input_ids.tolist() == unflagged.input_ids.tolist()
 
 
 def test_other_keys_of_a_turn_and_flags_of_a_question_change_nothing():
@@ -49,23 +49,23 @@ def test_turns_that_are_joined_have_a_loss_if_both_have():
 @pytest.mark.parametrize("long", ["cut", "turns", "windows"])
 @pytest.mark.parametrize("rule", ["all", "last"])
 def test_every_answer_with_a_loss_is_in_a_window_and_no_other(long, rule):
-    """For all flags of five exchanges of ten tokens each, of which two fit."""
+    """The test covers all flags of five exchanges of ten tokens each, of which two fit."""
     for bits in range(1, 32):
         losses = [bool(bits >> number & 1) for number in range(5)]
         record = flagged(*({} if loss else {"loss": False} for loss in losses))
         names = [f"a{number}<|end|>" for number, loss in enumerate(losses) if loss]
-        whole = runs(record, long=long, train_turns=rule)
-        assert whole == (names if rule == "all" else names[-1:])
+        expected_runs = runs(record, long=long, train_turns=rule)
+        assert expected_runs == (names if rule == "all" else names[-1:])
         try:
             parts, edits = encoded(record, long=long, train_turns=rule, max_length=24)
         except Unusable as reason:
             assert long != "windows" and str(reason) in ("too_long", "no_assistant_token") and not any(losses[:2])
             continue
-        found = [run for part in parts for run in masked_runs(TOKENIZER, part)]
+        got_runs = [run for part in parts for run in masked_runs(TOKENIZER, part)]
         assert all(len(part.input_ids) <= 24 for part in parts) and edits.count("turn_without_loss") == 5 - len(names)
         if long == "windows" and rule == "all":
-            assert found == names
-        assert found and set(found) <= {*names, *(name[:-7] for name in names)}
+            assert got_runs == names
+        assert got_runs and set(got_runs) <= {*names, *(name[:-7] for name in names)}
 
 
 @pytest.mark.parametrize("mask", ["User", ["system", "user"], None])
@@ -190,8 +190,8 @@ def test_a_recipes_keyword_wins_over_a_records():
         (custom(), "Be a pirate.|", []),
         (custom(custom_instructions="Be brief."), "Be brief.|", ["keywords_not_shown"]),
     ):
-        (found,), got = encoded(record, tokenizer)
-        assert text_of(tokenizer, found.input_ids).startswith(begins) and got == edits
+        (sequence,), got = encoded(record, tokenizer)
+        assert text_of(tokenizer, sequence.input_ids).startswith(begins) and got == edits
 
 
 @pytest.mark.parametrize(
@@ -229,9 +229,9 @@ def test_the_target_is_asked_under_the_keywords_and_they_stay_with_its_answers(t
 
 
 def test_dialogues_that_differ_in_their_keywords_are_asked_as_two():
-    """What was dumped of the one is not taken for the other."""
-    one, other = (clean({"id": "doc", **with_keywords({"custom_instructions": text})}) for text in "xy")
-    assert one.content() != other.content() != Dialogue("doc", one.messages, ()).content()
+    """A dump of the first is not taken for one of the second."""
+    first, second = (clean({"id": "doc", **with_keywords({"custom_instructions": text})}) for text in "xy")
+    assert first.content() != second.content() != Dialogue("doc", first.messages, ()).content()
 
 
 # -- images ----------------------------------------------------------------------------------------------------------

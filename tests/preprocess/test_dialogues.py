@@ -11,7 +11,7 @@ from preprocess.sources.groups import held_out
 from tests.preprocess.records import A, Q, record, turns
 
 
-def asked(**columns) -> dict:
+def question_record(**columns) -> dict:
     return {"id": "doc", **columns}
 
 
@@ -22,12 +22,12 @@ def test_openai_messages_are_the_same_as_sharegpts_turns():
         {"role": "user", "content": [{"type": "text", "text": "why"}, {"type": "text", "text": "?"}]},
         {"role": "assistant", "content": "because.", "tool_calls": None},
     ]
-    assert clean(asked(messages=messages)) == expected
-    assert clean(asked(conversations=messages)) == expected  # some data sets mix the two
-    kept = clean(record(("user", " q\n"), ("bing", "\ta "))).messages  # white space is
-    assert kept == [{"role": "user", "content": " q\n"}, {"role": "assistant", "content": "\ta "}]
+    assert clean(question_record(messages=messages)) == expected
+    assert clean(question_record(conversations=messages)) == expected  # some data sets mix the two
+    stripped = clean(record(("user", " q\n"), ("bing", "\ta "))).messages  # white space is
+    assert stripped == [{"role": "user", "content": " q\n"}, {"role": "assistant", "content": "\ta "}]
     nulls = [{"from": None, "value": None, **message} for message in messages]  # and fill absent columns
-    assert clean(asked(conversations=None, messages=nulls)) == expected
+    assert clean(question_record(conversations=None, messages=nulls)) == expected
 
 
 @pytest.mark.parametrize(("asking", "answering"), [("User", "Assistant"), ("USER", "GPT"), ("Human", "Model")])
@@ -42,14 +42,15 @@ def test_thoughts_beside_an_answer_are_kept_and_those_of_others_are_not(name):
         {"role": "user", "content": "why?", name: "x"},
         {"role": "assistant", "content": "because.", name: "hm"},
     ]
-    kept = [
+    thoughts = [
         {"role": "user", "content": "why?"},
         {"role": "assistant", "content": "because.", "reasoning_content": "hm"},
     ]
-    assert clean(asked(messages=messages)).messages == kept
+    assert clean(question_record(messages=messages)).messages == thoughts
     for nothing in (None, " ", 3):
         messages[1][name] = nothing
-        assert clean(asked(messages=messages)).messages == [kept[0], {"role": "assistant", "content": "because."}]
+        answer = {"role": "assistant", "content": "because."}
+        assert clean(question_record(messages=messages)).messages == [thoughts[0], answer]
 
 
 # -- the rules -------------------------------------------------------------------------------------------------------
@@ -85,10 +86,10 @@ def test_a_turn_out_of_order_is_joined_or_costs_what_follows_or_the_record(pairs
             continue
         dialogue = clean(record(*pairs), repeated)
         names = {text: name for (_, text), name in TURNS.items()}
-        found = [
+        outcomes = [
             names.get(m["content"], f"{m['role']}:{m['content'].replace(chr(10) * 2, '/')}") for m in dialogue.messages
         ]
-        assert " ".join(found) == expected
+        assert " ".join(outcomes) == expected
         assert reject is None or dialogue.edits  # what was done is told
     assert json.dumps(pairs) == before
 
@@ -101,14 +102,14 @@ def test_a_joined_answer_keeps_its_thoughts_and_its_call():
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "assistant", "content": "c"},
     ]
-    dialogue = clean(asked(messages=messages))
+    dialogue = clean(question_record(messages=messages))
     assert dialogue.edits == ("turns_joined", "cut_before_repeated_role")  # nothing answers the call
     joined = {"role": "assistant", "content": "a", "reasoning_content": "hm"}
     assert dialogue.messages[1:] == [joined | {"tool_calls": [{"type": "function", **call}]}]
 
 
 @pytest.mark.parametrize(
-    ("pairs", "kept", "edits"),
+    ("pairs", "expected", "edits"),
     [
         ([A, Q, A], [Q, A], ("leading_assistant_dropped",)),
         ([("gpt", " "), Q, A], [Q, A], ("leading_assistant_dropped",)),
@@ -118,11 +119,11 @@ def test_a_joined_answer_keeps_its_thoughts_and_its_call():
         ([Q, A, Q, A], [Q, A, Q, A], ()),
     ],
 )
-def test_edits_are_made_and_named(pairs, kept, edits):
+def test_edits_are_made_and_named(pairs, expected, edits):
     item = record(*pairs)
     before = json.dumps(item)
     dialogue = clean(item)
-    assert [m["content"] for m in dialogue.messages] == [text for _, text in kept]
+    assert [m["content"] for m in dialogue.messages] == [text for _, text in expected]
     assert dialogue.edits == edits and json.dumps(item) == before  # the record stays as it was
 
 
@@ -130,7 +131,7 @@ def test_edits_are_made_and_named(pairs, kept, edits):
 
 
 def test_a_record_keeps_its_id_or_gets_one_from_its_content():
-    assert [record_id({"id": given}) for given in ("abc_0", 7, 0)] == ["abc_0", "7", "0"]
+    assert [record_id({"id": value}) for value in ("abc_0", 7, 0)] == ["abc_0", "7", "0"]
     for item in [{"a": 1}, {"id": "", "a": 1}, {"id": None, "a": 1}, {"id": [1]}, [1], "text", None]:
         assert record_id(item).startswith("sha-") and record_id(item) == record_id(json.loads(json.dumps(item)))
     assert record_id({"conversations": turns(Q, A)}) != record_id({"conversations": turns(A, Q)})
@@ -141,7 +142,7 @@ IDS = [f"conv{number:05x}" for number in range(20_000)]
 
 
 def test_the_split_is_a_function_of_the_id_alone():
-    """By the hash of the id: the same in any order, in any process, on any machine."""
+    """The hash of the id decides: the same in any order, in any process, on any machine."""
     held = {f: {doc_id for doc_id in IDS if held_out(doc_id, f)} for f in (0.0, 0.02, 0.25, 1.0)}
     assert sorted(held[0.02])[:3] == ["conv0001c", "conv0002a", "conv0004d"]
     assert not held[0.0] and held[0.02] < held[0.25] < held[1.0] == set(IDS)

@@ -54,27 +54,27 @@ def place() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def apart(place, warm, tmp_path_factory) -> dict[str, str]:
+def environment_of_place(place, warm, tmp_path_factory) -> dict[str, str]:
     """The environment of a command whose Ray uses that folder, and no token of the tests."""
     return {**warm, "RAY_TMPDIR": str(place), "HOME": str(tmp_path_factory.mktemp("home")), "RAY_AUTH_TOKEN": ""}
 
 
 @pytest.fixture(scope="module")
-def job(tiny_target, tmp_path_factory, apart) -> tuple[Path, Path, dict[str, str]]:
+def job(tiny_target, tmp_path_factory, environment_of_place) -> tuple[Path, Path, dict[str, str]]:
     """(recipe file, features folder, checksum by shard) of an undisturbed dump with many small shards."""
     folder = tmp_path_factory.mktemp("dump")
     tree = recipe_tree(tiny_target, write_sharegpt(folder / "data.json"), folder / "run")
     tree["features"]["rows_per_shard"] = 2
     recipe = write_recipe(tree, folder / "recipe")
-    done = run_warm(dump_command(recipe), **apart)
+    done = run_warm(dump_command(recipe), **environment_of_place)
     assert done.returncode == 0, done.stderr
     assert "60 records = " in done.stdout
     return recipe, folder / "run" / "features", checksums(folder / "run" / "features")
 
 
-def test_of_its_ray_no_folder_and_no_token_is_left(job, place, apart):
+def test_of_its_ray_no_folder_and_no_token_is_left(job, place, environment_of_place):
     assert not list(place.iterdir())
-    assert not [path for path in Path(apart["HOME"]).rglob("*token*") if path.stat().st_mode & 0o077]
+    assert not [path for path in Path(environment_of_place["HOME"]).rglob("*token*") if path.stat().st_mode & 0o077]
 
 
 def test_a_second_run_finds_everything_done(job):
@@ -99,28 +99,28 @@ def test_its_progress_counts_all_tokens_and_ends_at_its_total(tiny_recipe, monke
     data = tiny_recipe.data.model_copy(update={"max_tokens": most})
     recipe = tiny_recipe.model_copy(update={"data": data})
     manifest = dump_here(recipe)
-    whole = tokens_of(manifest, *SPLITS, ANSWERS)
-    assert Shown.last.shown[0] == (0, 0) and Shown.last.shown[-1] == (whole, whole)
-    known = [total for _, total in Shown.last.shown if total]
-    assert most is None or known[0] > most  # what is held out is in it from the first task on
-    assert most != 2000 or max(known) < 1.5 * whole
+    all_tokens = tokens_of(manifest, *SPLITS, ANSWERS)
+    assert Shown.last.shown[0] == (0, 0) and Shown.last.shown[-1] == (all_tokens, all_tokens)
+    totals = [total for _, total in Shown.last.shown if total]
+    assert most is None or totals[0] > most  # what is held out is in it from the first task on
+    assert most != 2000 or max(totals) < 1.5 * all_tokens
     dump_here(recipe.model_copy(update={"data": data.model_copy(update={"calibration_prompts": 3})}))
-    kept = tokens_of(manifest, *SPLITS)  # what is there is done; the answers are given anew
-    anew = tokens_of(Manifest.load(recipe.paths.features), *SPLITS, ANSWERS)
-    assert Shown.last.shown[0] == (kept, 0) and Shown.last.shown[-1] == (anew, anew)
+    kept_tokens = tokens_of(manifest, *SPLITS)  # finished shards count as done; the answers are generated again
+    all_again = tokens_of(Manifest.load(recipe.paths.features), *SPLITS, ANSWERS)
+    assert Shown.last.shown[0] == (kept_tokens, 0) and Shown.last.shown[-1] == (all_again, all_again)
 
 
 def test_tokens_move_within_a_shard(tiny_recipe, monkeypatch):
-    """By batches, for training as for validation, and answer by answer."""
+    """Progress moves by batches, for training as for validation, and answer by answer."""
     monkeypatch.setattr(driver, "Progress", Shown)
     features = tiny_recipe.features.model_copy(update={"rows_per_shard": 100, "batch_tokens": 300})
     manifest = dump_here(tiny_recipe.model_copy(update={"features": features}))
     assert len(manifest.shards) == 2 and len(manifest.answers) == 1
-    ends, end = [], 0
+    shard_ends, end = [], 0
     for record in (*manifest.shards, *manifest.answers):  # as they were made
         begin, end = end, end + record.tokens
-        ends.append(len({done for done, _ in Shown.last.shown if begin < done < end}))
-    assert min(ends) >= 3 and ends[0] > 20
+        shard_ends.append(len({done for done, _ in Shown.last.shown if begin < done < end}))
+    assert min(shard_ends) >= 3 and shard_ends[0] > 20
     done = [done for done, _ in Shown.last.shown]
     assert done == sorted(done) and done[-1] == end
 
@@ -134,7 +134,7 @@ def test_each_token_of_the_targets_own_answers_is_counted_once(tiny_recipe, tmp_
     task = next(task for task in Plan(recipe, load_tokenizer(recipe.target)).tasks() if task.split == "train")
     worker = FeatureWorker(recipe, tmp_path, feature_spec(recipe))
     record = worker.work(task)
-    assert worker._busy.done == record.tokens > 0
+    assert worker._active_work.done == record.tokens > 0
 
 
 def test_an_interrupted_dump_says_what_is_made_again(tiny_recipe, monkeypatch):
@@ -151,9 +151,9 @@ def test_an_interrupted_dump_says_what_is_made_again(tiny_recipe, monkeypatch):
     features = tiny_recipe.features.model_copy(update={"batch_tokens": 100})
     with pytest.raises(KeyboardInterrupt) as caught:
         dump_here(tiny_recipe.model_copy(update={"features": features}))
-    kept = tokens_of(Manifest.load(tiny_recipe.paths.features), *SPLITS)
-    lost = Shown.last.shown[-1][0] - kept
-    assert kept > 0 and lost > 0
+    kept_tokens = tokens_of(Manifest.load(tiny_recipe.paths.features), *SPLITS)
+    lost = Shown.last.shown[-1][0] - kept_tokens
+    assert kept_tokens > 0 and lost > 0
     assert caught.value.__notes__ == [f"but the {lost:,} tokens of what is in work, which are made again"]
 
 
@@ -165,9 +165,9 @@ def open_to_others(place: Path) -> list[Path]:
     return [path for path, parents in within if all(parent.stat().st_mode & 0o011 for parent in parents)]
 
 
-def test_killed_in_the_middle_and_run_again_gives_the_same_bytes(job, tmp_path, place, apart):
-    """By this process alone: who writes a shard is not seen in it. No other user reaches the Ray that worked on it,
-    neither while it runs nor what is left of it.
+def test_killed_in_the_middle_and_run_again_gives_the_same_bytes(job, tmp_path, place, environment_of_place):
+    """This process alone dumps it again: a shard does not depend on its writer. No other user reaches the Ray that
+    worked on it, neither while it runs nor what is left of it.
     """
     recipe, _, expected = job
     command = dump_command(recipe, f"output={tmp_path}")
@@ -178,7 +178,7 @@ def test_killed_in_the_middle_and_run_again_gives_the_same_bytes(job, tmp_path, 
             reached.extend(open_to_others(place))
         return begun
 
-    kill_when(command, happened, **apart)
+    kill_when(command, happened, **environment_of_place)
     assert not reached and not open_to_others(place)
     left = Manifest.load(features)
     assert not left.complete and 0 < len(left.shards) < len(expected)
@@ -214,7 +214,7 @@ def test_other_answers_keep_the_rest_of_the_dump(job, tmp_path):
     message = r"\(data.calibration_prompts: 4 -> 2, features.answer_tokens: 12 -> 5\)"
     with pytest.raises(PipelineError, match=message):
         training.stores(changed, feature_spec(changed))
-    assert features_state(changed) == (False, "answers to calibration prompts are to be given anew")
+    assert features_state(changed) == (False, "answers to calibration prompts have to be generated again")
     dump_here(changed)
     assert "the target's own to 2 calibration prompts" in "\n".join(dump(changed))
     after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "features").glob("*.arrow")}
@@ -253,9 +253,9 @@ def test_two_jobs_do_not_share_a_folder(job, tmp_path):
 
 def test_features_of_another_target_are_not_mixed_in(job, tmp_path):
     recipe, features, _ = job
-    other = save_tiny_target(tmp_path / "other", seed=1)
+    second_target = save_tiny_target(tmp_path / "other", seed=1)
     with pytest.raises(PipelineError, match="another target model"):
-        dump(load_recipe(recipe, [f'target.model="{other}"']))
+        dump(load_recipe(recipe, [f'target.model="{second_target}"']))
     assert Manifest.load(features).complete
 
 
@@ -328,17 +328,17 @@ def test_a_source_that_was_shortened_does_not_damage_the_dump(job, tmp_path, sto
     """The dialogues of the last shard are gone, so no shard is made of others; only the accounting can tell."""
     recipe, features, expected = job
     shutil.copytree(features, tmp_path / "run/features")
-    whole, place = load_recipe(recipe), tmp_path / ("store" if store else "run/features")
+    full_recipe, place = load_recipe(recipe), tmp_path / ("store" if store else "run/features")
     sets = [f"output={tmp_path / 'run'}", *([f'features.store="file://{place}"'] if store else [])]
     dump_here(load_recipe(recipe, sets))
     (place / "heldout_prompts.jsonl").unlink()
     (tmp_path / "run/features/heldout_prompts.jsonl").unlink(missing_ok=True)
-    source = Path(whole.data.source)
+    source = Path(full_recipe.data.source)
     before, manifest = source.read_text(), Manifest.load(features)
     texts, last = usable_texts(features, manifest, "train"), manifest.of("train")[-1]
-    gone = {texts.doc_id(len(texts) - 1 - number) for number in range(last.rows)}
+    removed_ids = {texts.doc_id(len(texts) - 1 - number) for number in range(last.rows)}
     try:
-        source.write_text(json.dumps([record for record in json.loads(before) if record["id"] not in gone]))
+        source.write_text(json.dumps([record for record in json.loads(before) if record["id"] not in removed_ids]))
         with pytest.raises(PipelineError, match=r"are not the \d+ records of"):
             dump_here(load_recipe(recipe, sets))
     finally:

@@ -44,10 +44,10 @@ def test_engines_of_two_workers_do_not_disturb_each_other_whoever_is_killed(
 ):
     """Two workers of one node: an engine is killed in mid-step, then a worker, whose engine ends by itself."""
     recipe, python = by_engine(tiny_target, tmp_path, "killed", f"dies {MARK} 1", workers=2)
-    marks = tmp_path / "marks"
-    marks.mkdir()
+    marker_folder = tmp_path / "marks"
+    marker_folder.mkdir()
     kill = {"killed": (lambda ids, before: "doc3" in ids and not before, lambda: os.kill(os.getpid(), signal.SIGKILL))}
-    monkeypatch.setattr(driver, "FeatureWorker", faulty(marks, kill))
+    monkeypatch.setattr(driver, "FeatureWorker", faulty(marker_folder, kill))
     assert any("engine: vllm 0.0.0, whose states of a sample were at most" in line for line in driver.dump(recipe))
     assert "the engine ended with status -9" in caplog.text and caplog.text.count("a worker failed (shard ") == 2
     began = engines.started(python)
@@ -62,8 +62,8 @@ def test_a_dialogue_that_an_engine_never_answers_is_set_aside(tiny_target, tmp_p
     recipe, python = by_engine(tiny_target, tmp_path, "hangs", f"hangs {MARK}", rows_per_shard=1)
     monkeypatch.setattr(pool, "Pool", watching(Path(python).parent, "hangs-*"))
     report = "\n".join(driver.dump(recipe))
-    assert "kills_workers 1" in report and "set aside, for it kills workers: doc7" in caplog.text
-    assert caplog.text.count("it gave no sign of life for") == 2 and len(engines.started(python)) == 3
+    assert "kills_workers 1" in report and "set aside, since it kills workers: doc7" in caplog.text
+    assert caplog.text.count("it sent no heartbeat for") == 2 and len(engines.started(python)) == 3
     wait_until(lambda: not engines.left_of(python))
     spec = feature_spec(recipe)
     stores = [FeatureStore(recipe.paths.features, split, spec) for split in ("train", "validation")]

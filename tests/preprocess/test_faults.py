@@ -1,4 +1,4 @@
-"""What happens to the dump's workers: killed, hung, poisoned by a dialogue, too little memory for a batch. Real Ray,
+"""Faults of the dump's workers: killed, hung, poisoned by a dialogue, too little memory for a batch. Real Ray,
 real kills. What the pool does by itself: tests/pipeline/test_workers.py.
 """
 
@@ -27,7 +27,7 @@ from tests.kit import PATIENCE, dump_here, recipe_tree, write_recipe, write_shar
 pytestmark = pytest.mark.real
 
 
-def faulty(marks: Path, faults: dict[str, tuple[Callable[[list[str], int], bool], Callable[[], object]]]) -> type:
+def faulty(markers: Path, faults: dict[str, tuple[Callable[[list[str], int], bool], Callable[[], object]]]) -> type:
     """A worker with faults, by name: when, of a batch's ids and of how often it was true before; and what happens. (All
     of it is made in functions, for Ray to send it as it is: a worker need not import the tests.)
     """
@@ -35,30 +35,30 @@ def faulty(marks: Path, faults: dict[str, tuple[Callable[[list[str], int], bool]
     class Faulty(FeatureWorker):
         def _forward(self, batch):
             out = FeatureWorker._forward(self, batch)
-            for name, (when, what) in faults.items():
-                before = len(list(marks.glob(f"{name}-*")))
+            for name, (when, fault) in faults.items():
+                before = len(list(markers.glob(f"{name}-*")))
                 if when([document.doc_id for document in batch], before):
-                    (marks / f"{name}-{before}").touch()
-                    what()
+                    (markers / f"{name}-{before}").touch()
+                    fault()
             return out
 
     return Faulty
 
 
-def watching(marks: Path, hung: str = "hung-*") -> type:
+def watching(markers: Path, hung: str = "hung-*") -> type:
     """A pool whose clock jumps ahead by days, once it has looked at a worker that hangs: nobody waits, and no patience
     depends on how fast the machine is.
     """
     ahead: list[float] = []
 
     class Watching(Pool):
-        def __init__(self, *given):
-            super().__init__(*given, clock=lambda: time.monotonic() + sum(ahead))
+        def __init__(self, *arguments):
+            super().__init__(*arguments, clock=lambda: time.monotonic() + sum(ahead))
 
-        def _look_for_hangs(self, watch):
-            seen = len(list(marks.glob(hung)))
-            super()._look_for_hangs(watch)
-            if seen > len(ahead):
+        def _check_hangs(self, watch):
+            hung_before = len(list(markers.glob(hung)))
+            super()._check_hangs(watch)
+            if hung_before > len(ahead):
                 ahead.append(1e6)
 
     return Watching
@@ -79,19 +79,19 @@ def recipe(tiny_target, tmp_path_factory) -> Path:
 @pytest.fixture
 def faulty_dump(recipe, tmp_path, on_cluster, monkeypatch):
     """Runs a dump with faults and these settings; returns its report."""
-    marks = tmp_path / "marks"
-    marks.mkdir()
+    markers = tmp_path / "marks"
+    markers.mkdir()
 
     def dump(sets: tuple[str, ...] = (), **faults) -> str:
-        monkeypatch.setattr(driver, "FeatureWorker", faulty(marks, faults))
-        monkeypatch.setattr(pool, "Pool", watching(marks))
+        monkeypatch.setattr(driver, "FeatureWorker", faulty(markers, faults))
+        monkeypatch.setattr(pool, "Pool", watching(markers))
         return "\n".join(driver.dump(load_recipe(recipe, [f"output={tmp_path / 'run'}", *sets])))
 
     return dump
 
 
 def happened(folder: Path) -> Counter:
-    """How often each fault did."""
+    """Return how often each fault happened."""
     return Counter(mark.name.partition("-")[0] for mark in (folder / "marks").iterdir())
 
 
@@ -116,18 +116,18 @@ def test_a_lost_worker_is_replaced_and_what_kills_every_worker_is_set_aside(
     recipe, faulty_dump, undisturbed, tmp_path, caplog
 ):
     """One dialogue kills whoever works on it; after that another worker hangs."""
-    marks = tmp_path / "marks"
+    markers = tmp_path / "marks"
     report = faulty_dump(
         killed=(lambda ids, before: "doc7" in ids, killed()),
-        hung=(lambda ids, before: not before and (marks / "killed-3").exists(), lambda: time.sleep(1000)),
+        hung=(lambda ids, before: not before and (markers / "killed-3").exists(), lambda: time.sleep(1000)),
     )
     # In its batch, in its batch again, alone, alone again.
     assert happened(tmp_path) == {"killed": 4, "hung": 1} and caplog.text.count("a worker failed (shard ") >= 5
-    assert "it gave no sign of life for" in caplog.text
-    assert "kills_workers 1" in report and "set aside, for it kills workers: doc7" in caplog.text
+    assert "it sent no heartbeat for" in caplog.text
+    assert "kills_workers 1" in report and "set aside, since it kills workers: doc7" in caplog.text
     assert doc_ids(recipe, undisturbed) - doc_ids(recipe, tmp_path) == Counter(["doc7"])
     assert max(doc_ids(recipe, tmp_path).values()) == 1
-    changed = [name for name, kept in content(tmp_path).items() if content(undisturbed)[name] != kept]
+    changed = [name for name, expected in content(tmp_path).items() if content(undisturbed)[name] != expected]
     assert len(changed) == 1
     rejected = [json.loads(line) for line in (tmp_path / "run/features/rejected.jsonl").read_text().splitlines()]
     assert {"doc_id": "doc7", "reason": "kills_workers"} in rejected
@@ -166,7 +166,7 @@ def test_a_batch_that_is_too_large_ends_the_job_with_one_clear_error(recipe, fau
 def test_a_node_that_is_lost_is_made_up_for(on_cluster, faulty_dump, undisturbed, tmp_path, caplog):
     """Two Ray nodes with one worker each; the second node is killed while its worker is busy. Its shard is the same."""
     on_cluster.start_node(f"--address={on_cluster.address}")
-    (head, second), marks = on_cluster.raylets(), tmp_path / "marks"
+    (head, second), markers = on_cluster.raylets(), tmp_path / "marks"
 
     def busy_on(raylet: int) -> Callable[[list[str], int], bool]:
         return lambda ids, before: os.environ["RAY_RAYLET_PID"] == str(raylet) and not before
@@ -176,7 +176,7 @@ def test_a_node_that_is_lost_is_made_up_for(on_cluster, faulty_dump, undisturbed
         time.sleep(1000)
 
     def wait() -> None:
-        while not any(marks.glob("lost-*")):
+        while not any(markers.glob("lost-*")):
             time.sleep(0.01)
 
     faulty_dump((f"features.cpus_per_worker={CPUS}",), lost=(busy_on(second), lose), waited=(busy_on(head), wait))

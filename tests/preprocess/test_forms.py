@@ -45,7 +45,7 @@ def test_the_column_with_an_exchange_wins(columns):
 
 
 @pytest.mark.parametrize(
-    ("columns", "asked"),
+    ("columns", "question"),
     [
         ({"instruction": "Add.", "input": "2+2?", "output": "4"}, "Add.\n\n2+2?"),
         ({"instruction": "Add.", "context": "2+2?", "response": "4"}, "Add.\n\n2+2?"),
@@ -62,9 +62,9 @@ def test_the_column_with_an_exchange_wins(columns):
         ({"prompt": "2+2?", "completion": "4", "question": ["x"]}, "2+2?"),
     ],
 )
-def test_a_further_question_and_an_input_stand_behind_the_first(columns, asked):
+def test_a_further_question_and_an_input_stand_behind_the_first(columns, question):
     """It was left out, and the answer was one to half of what was asked."""
-    assert clean(columns).messages == [{"role": "user", "content": asked}, {"role": "assistant", "content": "4"}]
+    assert clean(columns).messages == [{"role": "user", "content": question}, {"role": "assistant", "content": "4"}]
 
 
 @pytest.mark.parametrize("raw", [{"text": "once upon"}, {"input_ids": [1, 2], "loss_mask": [0, 1]}])

@@ -31,7 +31,7 @@ NOTHING = (None, float("nan"), "", [], {})  # values of a key that name no group
 
 
 def groups_of(tmp_path, ids: list[str], group: str | None = None, **columns) -> tuple[dict[str, str], dict]:
-    """Of each record, by id; what was counted."""
+    """Return the group of each record, by id, and the counts."""
     records = [record(("human", f"q{n}"), ("gpt", f"a{n}"), doc_id=doc_id) | columns for n, doc_id in enumerate(ids)]
     intake = intake_of(tmp_path, records, group=group)
     return {dialogue.doc_id: dialogue.group for dialogue in intake}, intake.grouped
@@ -144,13 +144,13 @@ def test_no_prompt_is_trained_on_and_each_is_another_question(tiny_recipe, tmp_p
     rows = [task for task in plan.tasks() if task.split != "answers"]
     split = {side: {questions[d.doc_id] for t in rows if t.split == side for d in t.documents} for side in SPLITS}
     assert split["train"] and split["validation"] and not split["train"] & split["validation"]
-    asked = [prompt["turns"][0] for prompt in plan.prompts] + [questions[d.doc_id] for d in plan.calibration]
-    assert len(set(asked)) == len(asked) == 12 and not split["train"] & set(asked)
+    prompts = [prompt["turns"][0] for prompt in plan.prompts] + [questions[d.doc_id] for d in plan.calibration]
+    assert len(set(prompts)) == len(prompts) == 12 and not split["train"] & set(prompts)
 
 
 def test_a_question_that_is_asked_once_keeps_the_side_of_its_record(tmp_path):
-    asked = [("human", "again" if n % 5 == 0 else f"q{n}") for n in range(20)]
-    records = [record(asked[n], ("gpt", f"a{n}"), doc_id=f"d{n}") for n in range(20)]
+    pairs = [("human", "again" if n % 5 == 0 else f"q{n}") for n in range(20)]
+    records = [record(pairs[n], ("gpt", f"a{n}"), doc_id=f"d{n}") for n in range(20)]
     intake = intake_of(tmp_path, records)
     assert [dialogue.group for dialogue in intake] == [f"d{n if n % 5 else 0}" for n in range(20)]
     assert intake.grouped["sharing_dialogues"] == 4
@@ -161,8 +161,8 @@ def test_a_question_that_is_asked_once_keeps_the_side_of_its_record(tmp_path):
 def test_a_duplicate_shares_no_question(tmp_path):
     pairs = [("human", "q"), ("gpt", "a")]
     longer = [*pairs, ("human", "?"), ("gpt", "b")]
-    given = [("d0", pairs), ("d1", pairs), ("d2", longer)]
-    intake = intake_of(tmp_path, [record(*turns, doc_id=doc_id) for doc_id, turns in given])
+    dialogues = [("d0", pairs), ("d1", pairs), ("d2", longer)]
+    intake = intake_of(tmp_path, [record(*turns, doc_id=doc_id) for doc_id, turns in dialogues])
     assert [dialogue.group for dialogue in intake] == ["d0", "d0"] and intake.rejected == [("d1", "duplicate_text")]
     assert intake.grouped == {"conversations": 0, "dialogues": 0, "shared_questions": 1, "sharing_dialogues": 2}
 
@@ -170,20 +170,20 @@ def test_a_duplicate_shares_no_question(tmp_path):
 OUT, IN = [name for name in SHAREGPT if held_out(name[:7], 0.5)], [n for n in SHAREGPT if not held_out(n[:7], 0.5)]
 
 
-@pytest.mark.parametrize(("first", "other"), [(OUT, IN), (IN, OUT)])
-def test_a_conversation_follows_the_question_of_its_first_part_and_a_later_part_stays(tmp_path, first, other):
+@pytest.mark.parametrize(("first", "others_group"), [(OUT, IN), (IN, OUT)])
+def test_a_conversation_follows_the_question_of_its_first_part_and_a_later_part_stays(tmp_path, first, others_group):
     """A later part whose question is on the other side is on none: it is rejected, and counted."""
-    a, b = first[0][:7], other[0][:7]
-    asked = [(f"{a}_0", "one"), (f"{a}_5", "more"), (f"{b}_0", "one"), (f"{b}_5", "go"), ("ccccccc_0", "two")]
-    asked += [("ccccccc_3", "more"), (f"{other[-1][:7]}_0", "three"), (f"{other[-1][:7]}_2", "more")]
-    records = [record(("human", text), ("gpt", doc_id), doc_id=doc_id) for doc_id, text in asked]
+    a, b = first[0][:7], others_group[0][:7]
+    questions = [(f"{a}_0", "one"), (f"{a}_5", "more"), (f"{b}_0", "one"), (f"{b}_5", "go"), ("ccccccc_0", "two")]
+    questions += [("ccccccc_3", "more"), (f"{others_group[-1][:7]}_0", "three"), (f"{others_group[-1][:7]}_2", "more")]
+    records = [record(("human", text), ("gpt", doc_id), doc_id=doc_id) for doc_id, text in questions]
     intake = intake_of(tmp_path, records, heldout_fraction=0.5)
     groups = {dialogue.doc_id: dialogue.group for dialogue in intake}
     assert [groups[name] for name in (f"{a}_0", f"{a}_5", f"{b}_0", f"{b}_5")] == [a] * 4
-    same = held_out("ccccccc", 0.5) == held_out(a, 0.5)
-    expected = [] if same else [("ccccccc_3", "on_both_sides")]
-    assert intake.rejected == [*expected, (f"{other[-1][:7]}_2", "on_both_sides")]
-    assert intake.grouped["shared_questions"] == 1 + same
+    is_same_side = held_out("ccccccc", 0.5) == held_out(a, 0.5)
+    expected = [] if is_same_side else [("ccccccc_3", "on_both_sides")]
+    assert intake.rejected == [*expected, (f"{others_group[-1][:7]}_2", "on_both_sides")]
+    assert intake.grouped["shared_questions"] == 1 + is_same_side
 
 
 # -- ids of several records ------------------------------------------------------------------------------------------
@@ -191,8 +191,8 @@ def test_a_conversation_follows_the_question_of_its_first_part_and_a_later_part_
 
 def test_other_texts_of_one_id_are_kept_on_its_side_under_ids_of_their_own(tmp_path):
     """`cat a.jsonl b.jsonl`: the second half was gone as "duplicate"."""
-    given = [("0", "q0"), ("1", "q1"), ("0", "q2"), ("1", "q3"), ("0", "q2")]
-    intake = intake_of(tmp_path, [record(("human", text), A, doc_id=doc_id) for doc_id, text in given])
+    questions = [("0", "q0"), ("1", "q1"), ("0", "q2"), ("1", "q3"), ("0", "q2")]
+    intake = intake_of(tmp_path, [record(("human", text), A, doc_id=doc_id) for doc_id, text in questions])
     first, second, third, fourth = intake
     assert [first.doc_id, second.doc_id, third.group, fourth.group] == ["0", "1", "0", "1"]
     assert third.doc_id.startswith("0@") and fourth.doc_id.startswith("1@")
@@ -203,15 +203,15 @@ def test_other_texts_of_one_id_are_kept_on_its_side_under_ids_of_their_own(tmp_p
 @pytest.mark.parametrize("group", [None, r"^([A-Za-z]{7})_\d+$"])
 def test_a_repeated_id_stays_in_its_conversation_in_a_regenerated_file(tmp_path, group):
     """Its id ends in the hash that intake gave it, and no longer matched."""
-    said = [("abcdefg_0", "q0"), ("abcdefg_3", "q1"), ("abcdefg_3", "q2"), ("hijklmn_0", "q3")]
-    records = [{"id": doc_id, "conversations": turns(("human", text), A)} for doc_id, text in said]
+    questions = [("abcdefg_0", "q0"), ("abcdefg_3", "q1"), ("abcdefg_3", "q2"), ("hijklmn_0", "q3")]
+    records = [{"id": doc_id, "conversations": turns(("human", text), A)} for doc_id, text in questions]
     for name in ("source.json", "regenerated.json"):
         (tmp_path / name).write_text(json.dumps(records))
-        found = list(Intake(DataConfig(source=str(tmp_path / name), group=group, heldout_fraction=0.0)))
-        assert [dialogue.group[:7] for dialogue in found] == ["abcdefg"] * 3 + ["hijklmn"]
-        assert len({dialogue.group for dialogue in found}) == 2
-        records = [{"id": one.doc_id, "messages": one.messages} for one in found]
-    assert "@" in found[2].doc_id and not found[2].edits
+        dialogues = list(Intake(DataConfig(source=str(tmp_path / name), group=group, heldout_fraction=0.0)))
+        assert [dialogue.group[:7] for dialogue in dialogues] == ["abcdefg"] * 3 + ["hijklmn"]
+        assert len({dialogue.group for dialogue in dialogues}) == 2
+        records = [{"id": item.doc_id, "messages": item.messages} for item in dialogues]
+    assert "@" in dialogues[2].doc_id and not dialogues[2].edits
 
 
 @pytest.mark.parametrize(
@@ -237,14 +237,14 @@ def test_records_of_one_text_that_say_more_of_it_are_no_duplicates(tmp_path, mor
 
 
 def groups_by(tmp_path, values: list) -> tuple[list[str], dict]:
-    """Of records with these values of "user", by "user"; what was counted."""
+    """Return the groups of records with these values of "user", by "user", and the counts."""
     records = [record(("human", f"q{n}"), A, doc_id=f"d{n}") | {"user": value} for n, value in enumerate(values)]
     intake = intake_of(tmp_path, records, group="user")
     return [dialogue.group for dialogue in intake], intake.grouped
 
 
 @pytest.mark.parametrize(
-    ("alike", "other"),
+    ("alike", "others_group"),
     [
         ([12, 12.0, "12", 1.2e1], [12.5, "12.0", 13.0]),
         ([1, 1.0], [True]),
@@ -255,9 +255,9 @@ def groups_by(tmp_path, values: list) -> tuple[list[str], dict]:
         ([2**60, 2.0**60], [2**60 + 1]),
     ],
 )
-def test_a_group_is_what_its_value_is_worth(tmp_path, alike, other):
+def test_a_group_is_what_its_value_is_worth(tmp_path, alike, others_group):
     """pandas writes 12.0 for 12 where another row has none: the parts of a conversation stood on both sides."""
-    groups, counts = groups_by(tmp_path, alike + other)
+    groups, counts = groups_by(tmp_path, alike + others_group)
     assert len(set(groups[: len(alike)])) == 1 and not set(groups[: len(alike)]) & set(groups[len(alike) :])
     assert not any(group.startswith("d") for group in groups) and counts["without_group"] == 0
 
@@ -279,8 +279,8 @@ def test_records_without_a_group_are_counted(tmp_path):
 def test_values_of_parquets_own_types_are_no_group_and_decimals_are_numbers(tmp_path):
     source = tmp_path / "data.parquet"
     kinds = {"user": [Decimal("12.00"), Decimal("12.50"), None], "day": [date(2024, 7, 26)] * 3}
-    said = [turns(("human", f"q{n}"), ("gpt", f"a{n}")) for n in range(3)]
-    pq.write_table(pa.table({"id": ["a", "b", "c"], "conversations": said, **kinds}), source)
+    conversations = [turns(("human", f"q{n}"), ("gpt", f"a{n}")) for n in range(3)]
+    pq.write_table(pa.table({"id": ["a", "b", "c"], "conversations": conversations, **kinds}), source)
     intake = Intake(DataConfig(source=str(source), group="user"))
     assert [dialogue.group for dialogue in intake] == ["12", "12.5", "c"] and intake.grouped["without_group"] == 1
     with pytest.raises(PipelineError, match=r"'day' is in none of 3 records: expected a key of theirs .* a number"):
@@ -302,8 +302,8 @@ def test_the_report_says_how_many_have_no_group_and_how_many_share_a_question(ti
     report = report_of(tiny_recipe, records, tmp_path, group="user")
     assert "split: 50 dialogues are parts of 25 conversations, each on one side" in report
     assert "split: 10 records have no group by data.group='user': each is split by its id" in report
-    asked = [("human", f"q{n // 2}" if n < 8 else f"q{n}") for n in range(40)]
-    records = [record(asked[n], ("gpt", f"a{n}"), doc_id=f"d{n}") for n in range(40)]
+    questions = [("human", f"q{n // 2}" if n < 8 else f"q{n}") for n in range(40)]
+    records = [record(questions[n], ("gpt", f"a{n}"), doc_id=f"d{n}") for n in range(40)]
     assert "split: 8 dialogues begin with one of 4 questions that are repeated, each on one side" in report_of(
         tiny_recipe, records, tmp_path
     )

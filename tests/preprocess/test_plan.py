@@ -113,8 +113,8 @@ def test_every_record_is_accepted_rejected_or_skipped(tmp_path, records, drop, l
 
     accepted = [document.doc_id for document in train + validation]
     assert len(set(accepted)) == len(accepted)
-    known = {record_id(record) for record in records}
-    assert {doc_id.partition("@")[0] for doc_id in (*accepted, *(doc_id for doc_id, _ in plan.rejected))} <= known
+    record_ids = {record_id(record) for record in records}
+    assert {doc_id.partition("@")[0] for doc_id in (*accepted, *(doc_id for doc_id, _ in plan.rejected))} <= record_ids
     for document in train + validation:
         assert 0 < document.loss_mask.sum() < len(document.input_ids) <= recipe.data.max_length
     for split in ("train", "validation"):
@@ -145,13 +145,13 @@ def write_spoilt(tmp_path: Path) -> Path:
 
 
 def test_planning_processes_change_nothing(tmp_path, tiny_target):
-    source, found = write_spoilt(tmp_path), []
+    source, results = write_spoilt(tmp_path), []
     limits = {"max_dialogues": 7, "validation_dialogues": 1}
     for planners in (1, 2):
         recipe = recipe_for(source, tiny_target, data=limits, features={"planners": planners})
         plan, tasks = planned(recipe)
-        found.append((fingerprint(tasks), plan.accounting(as_if_written(tasks)), plan.rejected, plan.prompts))
-    assert found[0] == found[1] and found[0][1]["rejected"] and found[0][1]["skipped"]
+        results.append((fingerprint(tasks), plan.accounting(as_if_written(tasks)), plan.rejected, plan.prompts))
+    assert results[0] == results[1] and results[0][1]["rejected"] and results[0][1]["skipped"]
 
 
 def test_each_fate_is_counted_under_its_name(tmp_path):
@@ -184,7 +184,7 @@ def test_each_fate_is_counted_under_its_name(tmp_path):
 
 @pytest.mark.parametrize("rule", ["cut", "turns", "windows"])
 def test_answers_apart_are_documents_and_accounted_for(source, rule):
-    """Of a template that shows thoughts with the last answer only; training is full in the middle of a record."""
+    """The template shows thoughts with the last answer only; training is full in the middle of a record."""
     recipe = recipe_for(source, data={"long": rule, "max_length": 200, "max_dialogues": 21})
     plan = Plan(recipe, settled(QWEN_3, enable_thinking=False))
     tasks = list(plan.tasks())
@@ -234,7 +234,7 @@ def test_training_stops_with_the_dialogue_that_reaches_a_limit_and_validation_do
     else:
         assert len(train) == limit["max_dialogues"]
     assert plan.skipped["train is full"] == len(unlimited) - len(train)
-    held = [[d.doc_id for d in documents_of(found, "validation")] for found in (tasks, every)]
+    held = [[d.doc_id for d in documents_of(task_list, "validation")] for task_list in (tasks, every)]
     assert held[0] == held[1] != []
 
 
@@ -249,8 +249,8 @@ def test_held_out_dialogues_their_first_questions_and_calibration_prompts_behind
     assert plan.skipped["validation is full"] == len(held) - dialogues
     assert [prompt["question_id"] for prompt in plan.prompts] == held[:3]
     for prompt in plan.prompts:
-        asked, *rest = (turn["value"] for turn in records[prompt["question_id"]]["conversations"])
-        assert prompt["turns"] == [asked] and prompt["exchanges"] == [(asked, rest[0]), (rest[1], rest[2])]
+        question, *rest = (turn["value"] for turn in records[prompt["question_id"]]["conversations"])
+        assert prompt["turns"] == [question] and prompt["exchanges"] == [(question, rest[0]), (rest[1], rest[2])]
     (task,) = [task for task in tasks if task.split == ANSWERS]
     assert [document.doc_id for document in task.documents] == held[3:7] and task == tasks[-1]
     assert not any(document.loss_mask.any() for document in task.documents)
@@ -259,11 +259,11 @@ def test_held_out_dialogues_their_first_questions_and_calibration_prompts_behind
 
 
 def test_a_calibration_prompt_leaves_room_for_its_answer(source):
-    whole = [len(document.input_ids) for document in planned(recipe_for(source))[0].calibration]
-    most = 160 - max(whole)  # of an answer beside the longest of them
+    lengths = [len(document.input_ids) for document in planned(recipe_for(source))[0].calibration]
+    most = 160 - max(lengths)  # tokens of an answer to the longest of them
     changed = recipe_for(source, features={"answer_tokens": most + 1})
     left = [len(document.input_ids) for document in planned(changed)[0].calibration]
-    assert left and max(left) + most + 1 <= 160 and left != whole
+    assert left and max(left) + most + 1 <= 160 and left != lengths
 
 
 def test_a_prompt_longer_than_a_dialogue_may_be_is_not_offered(tmp_path):

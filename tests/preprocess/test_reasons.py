@@ -1,4 +1,4 @@
-"""Why dialogues are rejected, in words: each reason of the code has some, and a run's line tells them."""
+"""Descriptions of the reasons of rejections: each reason of the code has some, and a run's line tells them."""
 
 import ast
 import json
@@ -14,15 +14,15 @@ NAMED = {"BAD_TOOLS", "NOT_ANSWERED", "RENDERED_OTHERWISE", "KILLS_WORKERS", "co
 
 def reasons_in(tree: ast.AST) -> set[str]:
     """Return the texts that a file counts rejected dialogues under."""
-    found: list[ast.AST] = []
+    expressions: list[ast.AST] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in RAISING:
-            found += node.args
+            expressions += node.args
         elif isinstance(node, ast.FunctionDef) and node.name == "_fault":
-            found += [one.value for one in ast.walk(node) if isinstance(one, ast.Return) and one.value]
+            expressions += [inner.value for inner in ast.walk(node) if isinstance(inner, ast.Return) and inner.value]
         elif isinstance(node, ast.Assign) and {ast.unparse(part) for part in ast.walk(node.targets[0])} & NAMED:
-            found.append(node.value)
-    parts = [part for one in found for part in ast.walk(one)]
+            expressions.append(node.value)
+    parts = [part for inner in expressions for part in ast.walk(inner)]
     texts = {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
     return {text for text in texts - {"tool", "assistant"} if text.isidentifier()}  # `_fault` asks for these two roles
 
@@ -48,8 +48,8 @@ def test_a_runs_line_says_why_dialogues_were_rejected(tiny_recipe, tmp_path):
     records += [{"id": "a", "conversations": []}, {"id": "doc0", "conversations": records[0]["conversations"]}, 5]
     (tmp_path / "data.json").write_text(json.dumps(records))
     dump_here(tiny_recipe)
-    done, said = features_state(tiny_recipe)
-    assert done and said.endswith(
+    done, line = features_state(tiny_recipe)
+    assert done and line.endswith(
         "; 3 rejected: 1 duplicate (an id and a text that were there before), "
         "1 malformed (a record or a turn in no known form), 1 no_exchange (no question with an answer)"
     )

@@ -12,7 +12,7 @@ from preprocess.sources.dialogues import clean
 from preprocess.sources.tools import LONGEST
 from tests.pipeline.test_chat import TWO_TURNS
 from tests.preprocess.records import TOKENIZER, A, Q, encoded, messages, record, turns
-from tests.preprocess.test_tools import ANSWER, CALL, QUESTION, RESULT, asked, call
+from tests.preprocess.test_tools import ANSWER, CALL, QUESTION, RESULT, call, tool_record
 from tests.templates import GPT_OSS, LLAMA_3_2, QWEN_3, SMOLLM_3, settled
 from tests.tool_templates import GPT_OSS as GPT_OSS_TOOLS
 from tests.tool_templates import LLAMA_3_1, tools_shown_by
@@ -158,13 +158,14 @@ COUNTING = settled(SMOLLM_3)
 COUNTING.chat_template = "{% if level is defined %}{{ level + 1 }}{% endif %}" + SMOLLM_3
 apply_settings(COUNTING, TargetConfig(model="some/model"))
 HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"
-ASKED, BEGUN = HEADER.format("user") + "q<|eot_id|>", HEADER.format("assistant")
-CALLED = f'{BEGUN}{{"name": "w"}}<|eom_id|>'
+QUESTION_TURN, ANSWER_HEADER = HEADER.format("user") + "q<|eot_id|>", HEADER.format("assistant")
+CALLED = f'{ANSWER_HEADER}{{"name": "w"}}<|eom_id|>'
 
 
-TWO_CALLS = asked(QUESTION, CALL | {"tool_calls": [call("Oslo"), call("Rome")]}, RESULT, ANSWER)
-BESIDE_A_CALL = asked(QUESTION, CALL | {"content": "Let me look."}, RESULT, ANSWER)
-UNENDED, WITH_RESULT = f"{BEGUN}a{ASKED}", f"{ASKED}{CALLED}{HEADER.format('ipython')}21C<|eot_id|>"
+TWO_CALLS = tool_record(QUESTION, CALL | {"tool_calls": [call("Oslo"), call("Rome")]}, RESULT, ANSWER)
+BESIDE_A_CALL = tool_record(QUESTION, CALL | {"content": "Let me look."}, RESULT, ANSWER)
+UNENDED = f"{ANSWER_HEADER}a{QUESTION_TURN}"
+WITH_RESULT = f"{QUESTION_TURN}{CALLED}{HEADER.format('ipython')}21C<|eot_id|>"
 TOO_LONG, LONG_QUESTIONS = messages("a" * 10, "b" * 20, "a", "b"), messages("a" * 200, "b", "a" * 200, "b")
 TURNS, WINDOWS = {"max_length": 30, "long": "turns"}, {"max_length": 64, "long": "windows"}
 BREAKING = answered() | {"chat_template_kwargs": {"level": "x"}}
@@ -204,7 +205,7 @@ DUMPED = {
         {},
         "only_assistant_tokens",
     ),  # transformers#47325: marked to the end
-    "a rendered question": ({"text": ASKED}, LLAMA, {}, "no_assistant_token"),
+    "a rendered question": ({"text": QUESTION_TURN}, LLAMA, {}, "no_assistant_token"),
     "a rendered answer without its end": ({"text": UNENDED}, LLAMA, {}, "rendered_text_not_masked"),
     "a rendered result of a tool": ({"text": WITH_RESULT}, LLAMA, {}, "rendered_text_not_masked"),
     "rendered harmony": ({"text": chat.render(HARMONY, TWO_TURNS, False)}, HARMONY, {}, "rendered_text_not_masked"),
@@ -212,8 +213,8 @@ DUMPED = {
     "two calls, for a template of one": (TWO_CALLS, tools_shown_by(LLAMA_3_1), {}, "template_refuses"),
     "two calls, of which one is shown": (TWO_CALLS, WITH_TOOLS, {}, "template_hides_tools"),
     "words beside a call, dropped later": (BESIDE_A_CALL, WITH_TOOLS, {}, "template_not_prefix_stable"),
-    "a call that is not shown": (asked(QUESTION, CALL, RESULT, ANSWER), NO_TOOLS, {}, "template_hides_tools"),
-    "a result that is not shown": (asked(QUESTION, ANSWER, RESULT, ANSWER), NO_TOOLS, {}, "template_hides_tools"),
+    "a call that is not shown": (tool_record(QUESTION, CALL, RESULT, ANSWER), NO_TOOLS, {}, "template_hides_tools"),
+    "a result that is not shown": (tool_record(QUESTION, ANSWER, RESULT, ANSWER), NO_TOOLS, {}, "template_hides_tools"),
 }
 
 

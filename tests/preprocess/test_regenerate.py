@@ -17,7 +17,7 @@ from pipeline.lm.model import fingerprint, load_tokenizer
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import DataConfig
-from preprocess.dump.interview import AnswerWorker, Conversation, Part
+from preprocess.dump.interview import AnsweredDialogue, AnswerWorker, Part
 from preprocess.dump.plan import Plan
 from preprocess.dump.task import ShardTask
 from preprocess.regenerate import _tasks, regenerate
@@ -62,8 +62,8 @@ def test_a_sampled_answer_depends_on_seed_dialogue_and_question_only(tiny_recipe
     alone = sampled(tiny_recipe, batch=1)
     assert len(alone) >= 10
     assert sampled(tiny_recipe, batch=5) == alone
-    other = sampled(tiny_recipe.model_copy(update={"seed": 1}), batch=5)
-    assert [line["id"] for line in other] == [line["id"] for line in alone] and other != alone
+    other_seed = sampled(tiny_recipe.model_copy(update={"seed": 1}), batch=5)
+    assert [line["id"] for line in other_seed] == [line["id"] for line in alone] and other_seed != alone
 
 
 def test_questions_are_the_sources_and_answers_are_not(tiny_recipe):
@@ -72,7 +72,7 @@ def test_questions_are_the_sources_and_answers_are_not(tiny_recipe):
         had, has = source[line["id"]], line["messages"]
         assert [message["role"] for message in has] == ["user", "assistant"] * (len(has) // 2)
         assert [m["content"] for m in has[::2]] == [m["content"] for m in had[::2]][: len(has) // 2]
-        assert all(m["content"] != other["content"] for m, other in zip(has[1::2], had[1::2], strict=False))
+        assert all(m["content"] != original["content"] for m, original in zip(has[1::2], had[1::2], strict=False))
 
 
 def test_a_dialogue_whose_logits_are_not_finite_is_rejected_and_its_batch_is_not(tiny_recipe):
@@ -81,10 +81,10 @@ def test_a_dialogue_whose_logits_are_not_finite_is_rejected_and_its_batch_is_not
     sound, answers = worker.work(task), worker._interview._source.answers
     doc_id = sound.dialogues[2]["id"]
 
-    def broken(asked, sampling, **how):
-        if worker._interview._seed(Conversation(doc_id, [], [])) in [prompt.seed for prompt in asked]:
+    def broken(prompts_asked, sampling, **options):
+        if worker._interview._seed(AnsweredDialogue(doc_id, [], [])) in [prompt.seed for prompt in prompts_asked]:
             raise NoAnswer("not finite")
-        return answers(asked, sampling, **how)
+        return answers(prompts_asked, sampling, **options)
 
     worker._interview._source.answers = broken
     part = worker.work(task)
@@ -93,7 +93,7 @@ def test_a_dialogue_whose_logits_are_not_finite_is_rejected_and_its_batch_is_not
 
 
 def test_its_progress_moves_within_a_part(tiny_recipe, monkeypatch):
-    """By dialogues that are answered to their end."""
+    """Progress moves by dialogues that are answered to their end."""
     monkeypatch.setattr("preprocess.regenerate.Progress", Shown)
     with without_ray():
         regenerate(with_answers(tiny_recipe, batch=4, dialogues_per_part=60, max_new_tokens=8))
@@ -157,12 +157,12 @@ def test_a_loop_an_empty_and_a_cut_answer_end_a_dialogue(tiny_recipe, monkeypatc
     part, _ = ask(monkeypatch, tiny_recipe, TOKENIZER, ids_of(reply), TWO)
     assert (part.answers, part.rejected, part.edits) == (answers, rejected, edits)
     assert part.tokens == max(answers, 1) * len(ids_of(reply))
-    given = [turn["content"] for dialogue in part.dialogues for turn in dialogue["messages"][1::2]]
-    assert given == ["hello there"] * answers
+    texts = [turn["content"] for dialogue in part.dialogues for turn in dialogue["messages"][1::2]]
+    assert texts == ["hello there"] * answers
 
 
 @pytest.mark.parametrize(
-    ("template", "thought", "answer", "kept"),
+    ("template", "thought", "answer", "expected"),
     [
         (QWEN_3, "<think>\nhm\n", "</think>\n\nwell", {"content": "<think>\nhm\n</think>\n\nwell"}),
         (QWEN_3_THINKING, "hm\n", "</think>\n\nwell", {"content": "hm\n</think>\n\nwell"}),
@@ -176,20 +176,20 @@ def test_a_loop_an_empty_and_a_cut_answer_end_a_dialogue(tiny_recipe, monkeypatc
     ids=["qwen-3", "qwen-3, thinking", "gpt-oss"],
 )
 def test_thoughts_stay_with_their_answer_and_are_no_answer_by_themselves(
-    tiny_recipe, monkeypatch, template, thought, answer, kept
+    tiny_recipe, monkeypatch, template, thought, answer, expected
 ):
     tokenizer = settled(template)
     data = tiny_recipe.data.model_copy(update={"max_length": 1000})
     recipe = with_answers(tiny_recipe.model_copy(update={"data": data}), max_new_tokens=100)
 
-    def given(text: str, *stop: int) -> tuple[Part, list[str]]:
+    def answer_with(text: str, *stop: int) -> tuple[Part, list[str]]:
         return ask(monkeypatch, recipe, tokenizer, [*ids_of(text, tokenizer), *stop], TWO)
 
-    whole, prompts = given(thought + answer, tokenizer.eos_token_id)
-    assert whole.dialogues[0]["messages"][1] == {"role": "assistant", **kept} and not whole.edits
-    assert len(prompts) == whole.answers == 2 and "hm" not in prompts[1]
-    assert given(thought)[0].rejected == {"two": "cut_in_thoughts"}
-    cut, _ = given(thought + answer)
+    full_part, prompts = answer_with(thought + answer, tokenizer.eos_token_id)
+    assert full_part.dialogues[0]["messages"][1] == {"role": "assistant", **expected} and not full_part.edits
+    assert len(prompts) == full_part.answers == 2 and "hm" not in prompts[1]
+    assert answer_with(thought)[0].rejected == {"two": "cut_in_thoughts"}
+    cut, _ = answer_with(thought + answer)
     assert cut.edits == {"cut_answer": 1} and cut.answers == 1
 
 
@@ -237,7 +237,7 @@ def test_killed_in_the_middle_and_run_again_gives_the_same_dialogues(job, tmp_pa
 @pytest.mark.real
 def test_what_is_damaged_is_made_again_and_other_settings_are_refused(job):
     recipe, folder = job
-    whole = (folder / "dialogues.jsonl").read_bytes()
+    intact = (folder / "dialogues.jsonl").read_bytes()
     answers, target = str(folder / "dialogues.jsonl"), fingerprint(load_recipe(recipe).target)
     assert are_of(answers, target) and not are_of(answers, "0" * 16)
     assert not are_of(str(folder.parent / "d.json"), target)
@@ -246,9 +246,9 @@ def test_what_is_damaged_is_made_again_and_other_settings_are_refused(job):
     assert not are_of(answers, target)
     with without_ray():
         regenerate(load_recipe(recipe))
-    assert (folder / "dialogues.jsonl").read_bytes() == whole and are_of(answers, target)
-    said = r"answers of another target or other settings: seed: 0 -> 3, regenerate.temperature: 1.0 -> 0.5\. Use"
-    with pytest.raises(PipelineError, match=said):
+    assert (folder / "dialogues.jsonl").read_bytes() == intact and are_of(answers, target)
+    message = r"answers of another target or other settings: seed: 0 -> 3, regenerate.temperature: 1.0 -> 0.5\. Use"
+    with pytest.raises(PipelineError, match=message):
         regenerate(load_recipe(recipe, ["regenerate.temperature=0.5", "regenerate.batch=7", "seed=3"]))
 
 
@@ -260,12 +260,12 @@ def test_every_dialogue_is_accounted_for_and_the_dump_takes_the_result(job):
     assert answered + rejected == Counter([*(f"doc{n}" for n in range(40)), "broken", "doc0"])
     recipe = load_recipe(recipe_file, [f'data.source="{folder / "dialogues.jsonl"}"'])
     plan = Plan(recipe, load_tokenizer(recipe.target))
-    found = {document.doc_id: task.split for task in plan.tasks() for document in task.documents}
-    assert len(found) > 20 and set(found) <= set(answered)
+    splits = {document.doc_id: task.split for task in plan.tasks() for document in task.documents}
+    assert len(splits) > 20 and set(splits) <= set(answered)
     source = Plan(load_recipe(recipe_file), load_tokenizer(recipe.target))
     split_of = {document.doc_id: task.split for task in source.tasks() for document in task.documents}
-    assert all(split == split_of[doc_id] for doc_id, split in found.items() if doc_id in split_of)
-    assert set(found.values()) == {"train", "validation", "answers"}
+    assert all(split == split_of[doc_id] for doc_id, split in splits.items() if doc_id in split_of)
+    assert set(splits.values()) == {"train", "validation", "answers"}
 
 
 def write_result(folder: Path, **manifest) -> Path:
@@ -331,15 +331,15 @@ def test_somebody_elses_manifest_does_not_matter(tmp_path, content):
 def test_what_nobody_asks_or_nobody_gives_results_for_is_left_out_and_counted(tiny_recipe, tmp_path, monkeypatch):
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    asked = {"role": "user", "content": "why?"}
+    prompts_asked = {"role": "user", "content": "why?"}
     answer, later = {"role": "assistant", "content": "so"}, {"role": "system", "content": "s"}
     records = [
         {"id": "text", "text": "once upon a time"},
         {"id": "tokens", "input_ids": [1, 2], "loss_mask": [0, 1]},
-        {"id": "call", "messages": [asked, call]},
-        {"id": "result", "messages": [asked, answer, {"role": "tool", "content": "x"}, answer]},
-        {"id": "tools", "messages": [asked, answer], "tools": [tool]},
-        {"id": "kept", "messages": [asked, answer, later, asked, answer], "user": "u1"},
+        {"id": "call", "messages": [prompts_asked, call]},
+        {"id": "result", "messages": [prompts_asked, answer, {"role": "tool", "content": "x"}, answer]},
+        {"id": "tools", "messages": [prompts_asked, answer], "tools": [tool]},
+        {"id": "kept", "messages": [prompts_asked, answer, later, prompts_asked, answer], "user": "u1"},
     ]
     source = tmp_path / "data.json"
     source.write_text(json.dumps(records))
@@ -352,10 +352,10 @@ def test_what_nobody_asks_or_nobody_gives_results_for_is_left_out_and_counted(ti
     tokenizer.chat_template = tool_templates.QWEN_3
     reply = [*ids_of("so", tokenizer), tokenizer.eos_token_id]
     part, prompts = ask(monkeypatch, recipe, tokenizer, reply, *task.documents)
-    with_tools, kept = part.dialogues
+    with_tools, without_tools = part.dialogues
     assert with_tools["tools"] == [tool] and ["<tools>" in text for text in prompts] == [True, False, False]
-    assert kept["user"] == "u1"  # the same dialogues are held out
-    assert [turn["role"] for turn in kept["messages"]][:2] == ["user", "assistant"]
+    assert without_tools["user"] == "u1"  # the same dialogues are held out
+    assert [turn["role"] for turn in without_tools["messages"]][:2] == ["user", "assistant"]
     assert part.edits["later_system_dropped"] == 1
 
 

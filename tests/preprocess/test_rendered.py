@@ -45,12 +45,12 @@ def test_a_rendered_conversation_is_what_its_turns_are(tokenizer, begins):
     """Every token of it had a loss, the questions' as well."""
     text = chat.render(tokenizer, TWO_TURNS, False)
     (expected,) = chat.encode(tokenizer, TWO_TURNS, None)
-    whole = [(expected.input_ids.tolist(), expected.loss_mask.tolist())], ["text", "rendered_text"]
-    assert dumped({"text": text if begins else text.removeprefix("<s>")}, tokenizer) == whole
+    full_sequence = [(expected.input_ids.tolist(), expected.loss_mask.tolist())], ["text", "rendered_text"]
+    assert dumped({"text": text if begins else text.removeprefix("<s>")}, tokenizer) == full_sequence
 
 
 def with_bos(tokenizer):
-    """As Llama's, whose tokenizer puts a BOS in front of every text."""
+    """The template is like Llama's, whose tokenizer puts a BOS in front of every text."""
     begin = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
     tokenizer.backend_tokenizer.post_processor = begin
     return tokenizer
@@ -64,8 +64,8 @@ def test_no_text_gets_a_second_bos():
         assert dumped({"text": text}, tokenizer) == ([(ids, [0] + [1] * (len(ids) - 1))], ["text"])
     rendered = chat.render(tokenizer, TWO_TURNS, False)
     for text in (rendered, rendered.removeprefix("<s>")):
-        (found,), _ = encoded({"text": text}, tokenizer)
-        assert found.input_ids.tolist().count(begin) == 1 and found.input_ids[0] == begin
+        (sequence,), _ = encoded({"text": text}, tokenizer)
+        assert sequence.input_ids.tolist().count(begin) == 1 and sequence.input_ids[0] == begin
 
 
 @pytest.mark.parametrize(
@@ -99,19 +99,19 @@ def test_an_answer_spans_from_the_prompts_end_to_its_marker(tokenizer, text, tra
 
 def test_words_that_a_template_uses_as_markers_make_no_conversation_of_a_text():
     tokenizer, text = tokenizer_with(VICUNA), "The ASSISTANT: a play in one act."
-    (found,), edits = encoded({"text": text}, tokenizer)
-    assert edits == ["text"] and found.loss_mask[1:].all()
+    (sequence,), edits = encoded({"text": text}, tokenizer)
+    assert edits == ["text"] and sequence.loss_mask[1:].all()
 
 
 def test_rendered_conversations_are_cut_and_trained_by_the_recipes_rules():
     tokenizer = TOKENIZERS["smollm-2"]
     text = chat.render(tokenizer, TWO_TURNS, False)
-    (whole,), _ = encoded({"text": text}, tokenizer)
+    (full_sequence,), _ = encoded({"text": text}, tokenizer)
     (last,), _ = encoded({"text": text}, tokenizer, train_turns="last")
-    assert masked_runs(tokenizer, last) == masked_runs(tokenizer, whole)[1:]
-    length = len(whole.input_ids) - 3
+    assert masked_runs(tokenizer, last) == masked_runs(tokenizer, full_sequence)[1:]
+    length = len(full_sequence.input_ids) - 3
     (cut,), _ = encoded({"text": text}, tokenizer, max_length=length)
-    assert cut.loss_mask.tolist() == whole.loss_mask[:length].tolist()
+    assert cut.loss_mask.tolist() == full_sequence.loss_mask[:length].tolist()
     windows, edits = encoded(
         {"text": text}, tokenizer, max_length=length + 2, long="windows"
     )  # the last holds a line break

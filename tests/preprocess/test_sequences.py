@@ -9,8 +9,8 @@ from pipeline.lm import chat
 from pipeline.lm.chat import Unusable
 from pipeline.recipe.sections import DataConfig
 from preprocess.sources.dialogues import Dialogue
-from preprocess.sources.intake import Duplicates, language, shingles
-from preprocess.sources.sequences import _thoughts_settled, accepted_messages, encode_sequences
+from preprocess.sources.intake import Duplicates, detect_language, shingles
+from preprocess.sources.sequences import _settle_thoughts, accepted_messages, encode_sequences
 from tests.kit import TEMPLATE, byte_tokenizer
 from tests.pipeline.test_chat import (
     CHATML,
@@ -61,8 +61,8 @@ def sequences_of(item: Dialogue, tokenizer=TOKENIZER, **settings) -> tuple[list[
 def test_a_later_system_turn_stays_where_the_template_takes_it(template, edits, roles):
     two = dialogue([(3, 4), (5, 6)], system=True)
     item = Dialogue("doc", [*two.messages[:3], {"role": "system", "content": "Now!"}, *two.messages[3:]], ())
-    messages, found = accepted_messages(tokenizer_with(template), item)
-    assert (found, [message["role"] for message in messages]) == (edits, roles)
+    messages, got_edits = accepted_messages(tokenizer_with(template), item)
+    assert (got_edits, [message["role"] for message in messages]) == (edits, roles)
     sequences, _ = sequences_of(item, tokenizer_with(QWEN_2_5), max_length=140, long="windows")
     assert len(sequences) == 2 and "Now!" not in sequences[0][1] and "Now!" in sequences[1][1]
 
@@ -195,7 +195,9 @@ def test_thoughts_are_counted_that_a_thinking_target_lacks_or_another_has_to_dro
 
 
 def windows_throughout(tokenizer, messages: list[dict], limit: int, long: str, last_only: bool) -> list[str]:
-    """What "turns" or "windows" is to give: every beginning is encoded whole. Ids and masks as text, or a reason."""
+    """Return the expected result of "turns" or "windows": every beginning is encoded whole. They are
+    ids and masks as text, or a reason.
+    """
 
     def encode(turns: list[dict], most: int | None) -> list[chat.Encoded]:
         return chat.encode(tokenizer, turns, most, last_only=last_only)
@@ -204,26 +206,26 @@ def windows_throughout(tokenizer, messages: list[dict], limit: int, long: str, l
         return all(len(sequence.input_ids) <= limit for sequence in sequences)
 
     begins = [at for at, message in enumerate(messages) if message["role"] == "user"]
-    system, ends, found = messages[: begins[0]], [*begins[1:], len(messages)], []
+    system, exchange_ends, windows = messages[: begins[0]], [*begins[1:], len(messages)], []
     try:
-        if fits(whole := encode(messages, None)):
-            ends, found = [], whole
-        while ends:
-            rest = messages[begins[-len(ends)] :]
-            beginnings = [system + rest[: end - begins[-len(ends)]] for end in ends]
+        if fits(full_sequence := encode(messages, None)):
+            exchange_ends, windows = [], full_sequence
+        while exchange_ends:
+            rest = messages[begins[-len(exchange_ends)] :]
+            beginnings = [system + rest[: end - begins[-len(exchange_ends)]] for end in exchange_ends]
             count = 0
-            while count < len(ends) and fits(encode(beginnings[count], None)):
+            while count < len(exchange_ends) and fits(encode(beginnings[count], None)):
                 count += 1
             if count:
-                found += encode(beginnings[count - 1], None)
+                windows += encode(beginnings[count - 1], None)
             elif long == "windows":
                 with suppress(Unusable):  # the question alone is longer
-                    found += encode(beginnings[0], limit)
-            ends = ends[max(count, 1) :] if long == "windows" else []
+                    windows += encode(beginnings[0], limit)
+            exchange_ends = exchange_ends[max(count, 1) :] if long == "windows" else []
     except Unusable as reason:
         return [str(reason)]
     reason = "too_long" if long == "turns" else "no_assistant_token"
-    return [str((one.input_ids.tolist(), one.loss_mask.tolist())) for one in found] or [reason]
+    return [str((window.input_ids.tolist(), window.loss_mask.tolist())) for window in windows] or [reason]
 
 
 @pytest.mark.parametrize("long", ["turns", "windows"])
@@ -234,16 +236,16 @@ def test_windows_are_what_encoding_every_beginning_gives(long):
         for seed in range(4):
             talk, limit = random_talk(31 * number + seed), [300, 900, 2500, 6000][(number + seed) % 4]
             messages, _ = accepted_messages(tokenizer, Dialogue("doc", talk[: 20 + len(talk) % 2], ()))
-            messages, _ = _thoughts_settled(tokenizer, messages, None)
+            messages, _ = _settle_thoughts(tokenizer, messages, None)
             for rule in ("all", "last"):
                 data = DataConfig(source="", max_length=limit, long=long, train_turns=rule)
                 try:
-                    found, _ = encode_sequences(tokenizer, Dialogue("doc", messages, ()), data)
-                    got = [str((one.input_ids.tolist(), one.loss_mask.tolist())) for _, one in found]
+                    sequences, _ = encode_sequences(tokenizer, Dialogue("doc", messages, ()), data)
+                    got = [str((sequence.input_ids.tolist(), sequence.loss_mask.tolist())) for _, sequence in sequences]
                 except Unusable as reason:
                     got = [str(reason)]
-                wanted = windows_throughout(tokenizer, messages, limit, long, rule == "last")
-                assert got == wanted, (template, seed, rule)
+                expected = windows_throughout(tokenizer, messages, limit, long, rule == "last")
+                assert got == expected, (template, seed, rule)
                 outcomes.add(min(len(got), 2))
     assert outcomes == {1, 2}
 
@@ -275,7 +277,7 @@ def with_thoughts(count: int) -> list[dict]:
     ("template", "make"), [(SHOWS, with_calls), (QWEN_3, with_thoughts)], ids=["calls", "thoughts"]
 )
 def test_a_record_that_takes_too_much_rendering_is_a_reason(monkeypatch, template, make, long):
-    """Of calls, results and thoughts each is looked for in a rendering from the first turn on."""
+    """Calls, results and thoughts are each looked for in a rendering from the first turn on."""
     monkeypatch.setattr(chat, "MOST_WORK", 50_000)
     data = DataConfig(source="", max_length=600, long=long)
     tokenizer, turns = Counted(settled(QWEN_3)), []
@@ -299,7 +301,7 @@ def test_a_record_that_takes_too_much_rendering_is_a_reason(monkeypatch, templat
     ],
 )
 def test_languages_are_told_apart(text, code):
-    assert language(Dialogue("doc", [{"role": "user", "content": text}], ())) == code
+    assert detect_language(Dialogue("doc", [{"role": "user", "content": text}], ())) == code
 
 
 # -- duplicates ------------------------------------------------------------------------------------------------------
@@ -311,19 +313,19 @@ def saying(text: str, doc_id: str) -> Dialogue:
     return Dialogue(doc_id, [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}], ())
 
 
-def fate(seen: Duplicates, text: str, doc_id: str) -> str:
+def fate(duplicates: Duplicates, text: str, doc_id: str) -> str:
     try:
-        return seen.distinct(saying(text, doc_id)).doc_id
+        return duplicates.deduplicate(saying(text, doc_id)).doc_id
     except Unusable as reason:
         return str(reason)
 
 
 def test_texts_are_taken_once_and_an_id_of_another_text_becomes_another_id():
-    seen, sources = (
+    duplicates, sources = (
         Duplicates(None),
         [("a", "1"), ("a", "1"), ("a", "2"), ("a ", "3"), ("b", "1"), ("b", "1"), ("c", "1")],
     )
-    first, *fates, second, again, third = [fate(seen, *item) for item in sources]
+    first, *fates, second, again, third = [fate(duplicates, *item) for item in sources]
     assert (first, fates, again) == ("1", ["duplicate", "duplicate_text", "3"], "duplicate")
     assert len({"1", second, third}) == 3 and all(doc_id.startswith("1@") for doc_id in (second, third))
     assert fate(Duplicates(None), "b", "1") == "1"
@@ -336,18 +338,19 @@ def random_text(seed: int) -> list[str]:
 
 
 def test_near_duplicates_are_found_as_well_as_the_exact_similarity_finds_them():
-    """Of 200 pairs, those whose exact Jaccard similarity is clearly above or below the threshold are judged by it."""
+    """Pairs are judged whose exact Jaccard similarity is clearly above or below the threshold."""
     wrong, judged = 0, {True: 0, False: 0}
     for seed in range(200):
-        one = random_text(seed)
-        other = [
-            word if random.Random(seed * 1000 + place).random() > seed / 1000 else "x" for place, word in enumerate(one)
+        original = random_text(seed)
+        changed = [
+            word if random.Random(seed * 1000 + place).random() > seed / 1000 else "x"
+            for place, word in enumerate(original)
         ]
-        first, second = set(shingles(" ".join(one))), set(shingles(" ".join(other)))
+        first, second = set(shingles(" ".join(original))), set(shingles(" ".join(changed)))
         similarity = len(first & second) / len(first | second)
-        if abs(similarity - 0.7) > 0.15 and one != other:
-            seen = Duplicates(0.7)
-            assert fate(seen, " ".join(one), "1") == "1"
+        if abs(similarity - 0.7) > 0.15 and original != changed:
+            duplicates = Duplicates(0.7)
+            assert fate(duplicates, " ".join(original), "1") == "1"
             judged[similarity > 0.7] += 1
-            wrong += (fate(seen, " ".join(other), "2") == "near_duplicate") != (similarity > 0.7)
+            wrong += (fate(duplicates, " ".join(changed), "2") == "near_duplicate") != (similarity > 0.7)
     assert sum(judged.values()) > 100 and min(judged.values()) > 10 and wrong == 0

@@ -1,4 +1,4 @@
-"""What a source holds against what its recipe asks of it: told before the first forward, with every number."""
+"""A source's size against the requirements of its recipe: reported before the first forward, with every number."""
 
 import json
 import re
@@ -29,42 +29,42 @@ def recipe(tiny_target, tmp_path):
 
 def test_too_few_held_out_dialogues_are_told_with_every_number_before_a_dump(recipe):
     keys = {"heldout_fraction": 0.02, "heldout_prompts": 100, "calibration_prompts": 16}
-    wants = recipe(150, data=keys, train={"keep": "best"})
-    held = look_at(wants, 1000).held_out
+    recipe_of_150 = recipe(150, data=keys, train={"keep": "best"})
+    held = look_at(recipe_of_150, 1000).held_out
     message = (
         f"its 150 dialogues hold out {held}, which give {held} prompts (data.heldout_fraction=0.02), but the recipe "
-        "wants at least 101: validation takes up to 8 (data.validation_dialogues), and their questions are 100 + 16 "
+        "requires at least 101: validation takes up to 8 (data.validation_dialogues), and their questions are 100 + 16 "
         "prompts (data.heldout_prompts, data.calibration_prompts), of which eval asks 2. "
     )
     with pytest.raises(PipelineError, match=re.escape(message)):
-        require_sizes(wants)
+        require_sizes(recipe_of_150)
     for start in (dump, lambda wrong: make(wrong, {})):
-        with pytest.raises(PipelineError, match="wants at least 101"):
-            start(wants)
-    assert not list(wants.paths.run.rglob("*.arrow"))
+        with pytest.raises(PipelineError, match="requires at least 101"):
+            start(recipe_of_150)
+    assert not list(recipe_of_150.paths.run.rglob("*.arrow"))
 
 
 @pytest.mark.parametrize(
-    ("count", "wanted", "advice", "taken"),
+    ("count", "prompts", "advice", "taken"),
     [
         (60, 10, r"Set data\.heldout_fraction=0\.22", {"heldout_fraction": 0.22, "heldout_prompts": 10}),
         (60, 30, r"Set data\.heldout_fraction=0\.3, and", {"heldout_fraction": 0.3, "heldout_prompts": 14}),
         (8, 30, "Give more data$", None),  # whatever the fraction
     ],
 )
-def test_the_advice_holds(recipe, count, wanted, advice, taken):
-    asked = {"heldout_fraction": 0.01 if taken else 0.2, "heldout_prompts": wanted}
+def test_the_advice_holds(recipe, count, prompts, advice, taken):
+    data_settings = {"heldout_fraction": 0.01 if taken else 0.2, "heldout_prompts": prompts}
     with pytest.raises(PipelineError, match=advice):
-        require_sizes(recipe(count, data=asked, train={"keep": "best"}))
+        require_sizes(recipe(count, data=data_settings, train={"keep": "best"}))
     if taken:
         require_sizes(recipe(count, data=taken, train={"keep": "best"}))
 
 
 def test_a_look_ends_where_it_knows_enough(recipe):
     look = look_at(recipe(400), 5)
-    assert look.held_out >= 5 and not look.whole and look.dialogues < 400
-    whole = look_at(recipe(100), 1000)
-    assert whole.whole and whole.dialogues == 100 and 5 < whole.held_out < 40
+    assert look.held_out >= 5 and not look.is_complete and look.dialogues < 400
+    full_look = look_at(recipe(100), 1000)
+    assert full_look.is_complete and full_look.dialogues == 100 and 5 < full_look.held_out < 40
 
 
 def test_a_warm_up_that_outlasts_the_run_is_refused_before_the_dump(recipe):
@@ -82,7 +82,7 @@ def test_a_warm_up_that_outlasts_the_run_is_refused_before_the_dump(recipe):
 
 def test_a_warm_up_is_compared_with_an_estimate_where_tokens_end_the_data(recipe):
     look = look_at(recipe(400), 5)
-    assert not look.whole
+    assert not look.is_complete
     few = recipe(400, data={"max_tokens": 2000}, train={"warmup_steps": 50})
     with pytest.raises(PipelineError, match="warmup_steps=50, but the run has about"):
         require_sizes(few)
@@ -122,11 +122,11 @@ def test_each_question_is_one_prompt(recipe, tmp_path):
 
 
 def test_one_question_of_all_is_not_mended_by_a_fraction(recipe, tmp_path):
-    one = recipe(60, data={"heldout_fraction": 0.1})
+    one_question = recipe(60, data={"heldout_fraction": 0.1})
     shared_questions(tmp_path / "data.json", 1, 100)
     message = r"with 1 first questions .* Give data with more questions; or set data.group"
     with pytest.raises(PipelineError, match=message):
-        require_sizes(one)
+        require_sizes(one_question)
 
 
 def test_the_rows_of_a_run_are_its_sequences(recipe):
@@ -141,5 +141,5 @@ def test_texts_ask_nothing_and_the_advice_says_so(recipe, tmp_path):
     texts = recipe(60)
     records = [{"id": str(number), "text": f"once upon a time {number}"} for number in range(40)]
     (tmp_path / "data.json").write_text(json.dumps(records))
-    with pytest.raises(PipelineError, match=r"give 0 prompts .* Texts and tokens ask no question"):
+    with pytest.raises(PipelineError, match=r"give 0 prompts .* Texts and tokens hold no question"):
         require_sizes(texts)

@@ -46,7 +46,9 @@ BLANK_LINES = "\n\n" + LINES.replace("\n", "\n\n")
 
 @pytest.mark.parametrize("text", [TEXT, ON_LINES, LINES, LINES[:-1], LINES.replace("\n", "\r\n"), BLANK_LINES])
 def test_a_whole_list_and_json_lines_are_read_and_have_no_torn_tail(tmp_path, text):
-    """By path and by fsspec address, with a byte order mark or without, packed, and as `cat a.gz b.gz` makes them."""
+    """A source is read by path and by fsspec address, with a byte order mark or without, packed, and as
+    `cat a.gz b.gz` makes it.
+    """
     assert read(write(tmp_path, text)) == read(f"file://{write(tmp_path, text)}") == (RECORDS, Tail(None))
     assert read(write(tmp_path, text.encode("utf-8-sig"))) == (RECORDS, Tail(None))
     half = len(text) // 2
@@ -78,7 +80,7 @@ INDENTED = "\n".join(json.dumps(item, indent=2) for item in RECORDS)
 WRAPPED = json.dumps({"version": "1.0", "size": 5, "data": RECORDS, "more": {"a": [1]}})
 DATA = json.dumps({"data": RECORDS}, indent=1)
 
-# What a file holds, and the words of its refusal. Otherwise all behind the damage would be missing without a word.
+# The content of a file, and the words of its refusal. Otherwise all records after the damage would be missing silently.
 FILES = {
     "nothing": ("", NO_RECORD),
     "blanks": ("   \n", NO_RECORD),
@@ -160,19 +162,19 @@ AWKWARD = [
 @pytest.mark.parametrize(("ascii_only", "indent"), [(True, 1), (False, None)])
 def test_every_cut_of_a_list_is_a_torn_tail(tmp_path, ascii_only, indent):
     text = json.dumps(AWKWARD, ensure_ascii=ascii_only, indent=indent).encode()
-    ends = [
+    record_ends = [
         len(json.dumps(AWKWARD[:n], ensure_ascii=ascii_only, indent=indent).rstrip("]\n").encode()) for n in (1, 2, 3)
     ]
-    for cut in range(ends[0], len(text) - 1):
-        whole = sum(cut >= end for end in ends)
-        assert read(write(tmp_path, text[:cut])) == (AWKWARD[:whole], Tail(whole)), text[:cut]
+    for cut in range(record_ends[0], len(text) - 1):
+        complete = sum(cut >= end for end in record_ends)
+        assert read(write(tmp_path, text[:cut])) == (AWKWARD[:complete], Tail(complete)), text[:cut]
 
 
 def nested(depth: int) -> str:
     return "[" * depth + "]" * depth
 
 
-@pytest.mark.parametrize(("depth", "place"), [(json_records.DEEPEST, 2), (1_100, 0), (200_000, 2), (200_000, 5)])
+@pytest.mark.parametrize(("depth", "place"), [(json_records.MAX_DEPTH, 2), (1_100, 0), (200_000, 2), (200_000, 5)])
 @pytest.mark.parametrize("form", ["list", "lines"])
 def test_a_record_that_is_nested_deep_is_one_malformed_record(tmp_path, depth, form, place):
     deep = f'{{"id": "deep \\"]}}\\\\", "conversations": {nested(depth)}}}'
@@ -185,7 +187,7 @@ def test_a_record_that_is_nested_deep_is_one_malformed_record(tmp_path, depth, f
         assert read(write(tmp_path, f"[{json.dumps(RECORDS[0])}, {deep[: depth + 400]}")) == (RECORDS[:1], Tail(1))
         with pytest.raises(PipelineError, match="it ends in its first record"):
             read(write(tmp_path, f"[{deep[:depth]}"))
-    item = {"id": "x", "conversations": json.loads(nested(json_records.DEEPEST - 1))}  # as deep as allowed
+    item = {"id": "x", "conversations": json.loads(nested(json_records.MAX_DEPTH - 1))}  # as deep as allowed
     assert read(write(tmp_path, json.dumps([item] if form == "list" else item)))[0] == [item]
 
 
@@ -196,9 +198,9 @@ def test_a_record_that_is_too_long_is_passed_over_in_bounded_memory(tmp_path, mo
     grow = json_records._Text._more
 
     def watched(text):
-        found = grow(text)
+        grown = grow(text)
         longest.append(len(text.text))
-        return found
+        return grown
 
     monkeypatch.setattr(json_records._Text, "_more", watched)
     long = json.dumps(record(("human", 'q"\\' * 1_000_000), A, doc_id="long"))
@@ -260,10 +262,10 @@ def test_a_bad_line_is_one_malformed_record_and_no_more(tmp_path):
         '{"data": [\n' + ",\n".join(map(json.dumps, RECORDS)) + "\n]}\n",
     ],
 )
-@pytest.mark.parametrize("window", [json_records.AHEAD, 700])
+@pytest.mark.parametrize("window", [json_records.LOOKAHEAD, 700])
 def test_objects_over_several_lines_and_a_list_under_data_are_read(tmp_path, monkeypatch, text, window):
     """`window`: of the file's beginning, less than a line of it, or than all its records."""
-    monkeypatch.setattr(json_records, "AHEAD", window)
+    monkeypatch.setattr(json_records, "LOOKAHEAD", window)
     assert read(write(tmp_path, text)) == (RECORDS, Tail(None))
     path = tmp_path / "data.json.gz"
     path.write_bytes(gzip.compress(text.encode()))
@@ -302,7 +304,7 @@ def test_csv_that_is_torn_broken_or_empty(tmp_path):
     path.write_text(CSV + "a,b,c\n" + "d,e\n")
     got, _ = read(str(path))
     assert got[:2] == ROWS and got[2].number == 5 and got[3] == {"question": "d", "answer": "e"}
-    for content, message in ((b"question,answer\n", "no row behind a header"), (b"q,a\n1,\xff\n", "it is damaged")):
+    for content, message in ((b"question,answer\n", "no row after a header"), (b"q,a\n1,\xff\n", "it is damaged")):
         path.write_bytes(content)
         with pytest.raises(PipelineError, match=message):
             read(str(path))

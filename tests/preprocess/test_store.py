@@ -139,7 +139,7 @@ def test_training_fetches_what_it_lacks_and_refuses_what_is_damaged(dumped, tmp_
 
     name = sorted(expected)[0]
     Store(url).get(name, tmp_path / "copy")
-    whole = (tmp_path / "copy" / name).read_bytes()
+    intact = (tmp_path / "copy" / name).read_bytes()
     flip(tmp_path / "copy" / name)
     Store(url).put(tmp_path / "copy" / name)
     with pytest.raises(PipelineError, match="its SHA-256 is not the manifest's"):
@@ -151,7 +151,7 @@ def test_training_fetches_what_it_lacks_and_refuses_what_is_damaged(dumped, tmp_
     with without_ray():
         call(verify.main, *arguments, "--repair")
     Store(url).get(name, tmp_path / "copy")
-    assert (tmp_path / "copy" / name).read_bytes() == whole
+    assert (tmp_path / "copy" / name).read_bytes() == intact
 
 
 @pytest.mark.real
@@ -254,9 +254,9 @@ def test_held_out_prompts_that_changed_in_the_store_do_not_arrive(tiny_recipe, t
 @pytest.mark.real
 def test_features_of_other_settings_are_not_even_fetched(dumped, tmp_path):
     recipe_file, _, _ = dumped
-    other = load_recipe(recipe_file, [f"output={tmp_path}", "data.max_length=100"])
+    other_recipe = load_recipe(recipe_file, [f"output={tmp_path}", "data.max_length=100"])
     with pytest.raises(PipelineError, match="other data or feature settings"):
-        fetch(other, feature_spec(other))
+        fetch(other_recipe, feature_spec(other_recipe))
     assert not list((tmp_path / "features").glob("*.arrow"))
 
 

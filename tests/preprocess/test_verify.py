@@ -56,12 +56,12 @@ def arguments(dumped, *more: str) -> list[str]:
 
 
 def test_a_whole_folder_passes_and_its_rows_are_the_targets(dumped, tmp_path, capsys):
-    """By the recipe beside the features, of a local target: offline. Nobody else's is found."""
+    """The recipe next to the features is used, with a local target: offline. No other user's recipe is used."""
     _, features = dumped
     call(main, str(features))
-    told, shards = capsys.readouterr().out, len(Manifest.load(features).files)
-    assert f"{shards} of {shards} tables and shards are whole; complete: True" in told
-    assert re.search(r"16 rows forwarded again: largest relative error of a row 0\.00", told)
+    output, shards = capsys.readouterr().out, len(Manifest.load(features).files)
+    assert f"{shards} of {shards} tables and shards are whole; complete: True" in output
+    assert re.search(r"16 rows forwarded again: largest relative error of a row 0\.00", output)
     shutil.copytree(features, tmp_path / "run/features", ignore=shutil.ignore_patterns("own-recipe.json"))
     with pytest.raises(PipelineError, match="give the one that it was dumped with, --recipe RECIPE"):
         call(main, str(tmp_path / "run/features"))
@@ -107,16 +107,16 @@ def test_every_damage_is_named_and_repaired_to_the_same_bytes(dumped, capsys):
     manifest = Manifest.load(features)
     manifest.shards = [record for record in manifest.shards if record.name != unknown.name]
     manifest.save(features)
-    found = verify(dumped, "--rows", "0")
-    assert found.returncode == 2 and "is not whole" in found.stderr
+    result = verify(dumped, "--rows", "0")
+    assert result.returncode == 2 and "is not whole" in result.stderr
     for path, reason in (
         (truncated, "it has 100 bytes"),
         (flipped, "its SHA-256 is not the manifest's"),
         (prompts, "its SHA-256 is not the manifest's"),
         (missing, "it is missing"),
-        (unknown, "the manifest does not know it"),
+        (unknown, "the manifest does not list it"),
     ):
-        assert f"{path.name}: {reason}" in found.stdout
+        assert f"{path.name}: {reason}" in result.stdout
     with without_ray():
         call(main, *arguments(dumped, "--repair"))
     assert "rows forwarded again" in capsys.readouterr().out
@@ -135,8 +135,8 @@ def test_files_that_disagree_are_named_though_their_checksums_are_the_manifests(
     def write_again(index: int, reason: str, rows: list[tuple[int, Row]], **counts: int) -> None:
         record = manifest.of("train")[index]
         again = write_shard(folder, "train", index, spec, (stored(row, number, spec) for number, row in rows), {})
-        whole = {"bytes": again.bytes, "sha256": again.sha256} | counts
-        manifest.shards[manifest.shards.index(record)] = replace(record, **whole)
+        record_fields = {"bytes": again.bytes, "sha256": again.sha256} | counts
+        manifest.shards[manifest.shards.index(record)] = replace(record, **record_fields)
         reasons[record.name] = reason
 
     def rows_of(index: int) -> list[tuple[int, Row]]:
@@ -144,17 +144,17 @@ def test_files_that_disagree_are_named_though_their_checksums_are_the_manifests(
 
     trained = manifest.of("train")[0].trained_tokens + 1
     write_again(0, r"its texts have \d+ trained tokens; the manifest says \d+", rows_of(0), trained_tokens=trained)
-    (_, row), *others = rows_of(1)
-    write_again(1, "it names row 3 of the text table where the manifest says 8", [(3, row), *others])
-    (first, one), (second, other), *others = rows_of(2)  # one token less here, one more there
-    exchanged = [(first, shortened(one)), (second, lengthened(other)), *others]
+    (_, row), *further_rows = rows_of(1)
+    write_again(1, "it names row 3 of the text table where the manifest says 8", [(3, row), *further_rows])
+    (first, first_row), (second, second_row), *further_rows = rows_of(2)  # one token less here, one more there
+    exchanged = [(first, shortened(first_row)), (second, lengthened(second_row)), *further_rows]
     write_again(2, r"it holds (\d+) states for row 16, whose text has \d+ tokens", exchanged)
     texts = [heldout.row(number) for number in range(len(heldout) - 1)]
     manifest.text["validation"] = write_text_table(folder / text_name("validation"), texts, spec)
     reasons[text_name("validation")] = f"the validation table holds {len(texts)} dialogues"
     manifest.save(folder)
-    found = damaged_shards(folder, Manifest.load(folder))
-    assert found.keys() == reasons.keys() and all(re.search(reasons[name], found[name]) for name in found)
+    damaged = damaged_shards(folder, Manifest.load(folder))
+    assert damaged.keys() == reasons.keys() and all(re.search(reasons[name], damaged[name]) for name in damaged)
     with without_ray():
         check(folder, recipe, [], rows=0, repair=True)
     assert checksums(folder) == before
@@ -170,6 +170,6 @@ def lengthened(row: Row) -> Row:
 
 
 def test_rows_of_another_target_are_refused(dumped, tmp_path):
-    other = save_tiny_target(tmp_path / "other", seed=1)
+    second_target = save_tiny_target(tmp_path / "other", seed=1)
     with pytest.raises(PipelineError, match="dumped from another target"):
-        call(main, *arguments(dumped, "--set", f"target.model={other}"))
+        call(main, *arguments(dumped, "--set", f"target.model={second_target}"))

@@ -23,9 +23,9 @@ from pipeline.features.text import write_text_table
 from pipeline.lm.chat import Encoded
 from pipeline.recipe.recipe import Recipe
 from preprocess.dump import worker as dump_worker
-from preprocess.dump.interview import Said
-from preprocess.dump.task import ShardTask, take_threads
-from preprocess.dump.worker import Document, FeatureWorker, as_said, length_sorted_batches
+from preprocess.dump.interview import AnsweredPrompt
+from preprocess.dump.task import ShardTask, set_threads
+from preprocess.dump.worker import Document, FeatureWorker, align_to_target_tokens, length_sorted_batches
 from tests.kit import PATIENCE, write_sharegpt
 from tests.preprocess.test_plan import planned, recipe_for
 
@@ -89,7 +89,9 @@ def first_task(recipe: Recipe) -> ShardTask:
 def test_features_are_the_targets_own_hidden_states(
     tmp_path, source, tiny_target, loaded_target, batch_tokens, tolerance
 ):
-    """Of the single unpadded dialogue, as transformers gives them; and the head makes the model's logits of them."""
+    """The states are those of the single unpadded dialogue, as transformers gives them, and the head
+    computes the model's logits from them.
+    """
     recipe = float_recipe(tiny_target, source, batch_tokens=batch_tokens)
     task = first_task(recipe)
     assert len({len(d.input_ids) for d in task.documents}) > 1
@@ -113,36 +115,37 @@ def test_a_shard_has_the_same_bytes_whoever_writes_it(tmp_path, source, tiny_tar
     recipe = float_recipe(tiny_target, source)
     task = first_task(recipe)
     spec = feature_spec(recipe)
-    one, other = (FeatureWorker(recipe, tmp_path / name, spec) for name in ("one", "other"))
-    first = one.work(task)
+    worker, second = (FeatureWorker(recipe, tmp_path / name, spec) for name in ("one", "other"))
+    first = worker.work(task)
     written = (tmp_path / "one" / first.name).read_bytes()
-    again = one.work(ShardTask(task.split, task.index, task.documents[::-1]))
-    other.work(ShardTask(task.split, 5, task.documents[:3]))  # what else a worker has done leaves no trace
-    third = other.work(task)
+    again = worker.work(ShardTask(task.split, task.index, task.documents[::-1]))
+    second.work(ShardTask(task.split, 5, task.documents[:3]))  # what else a worker has done leaves no trace
+    third = second.work(task)
     assert first == again == third
     assert (tmp_path / "one" / first.name).read_bytes() == written
     assert (tmp_path / "other" / first.name).read_bytes() == written
 
 
 def test_several_batches_in_flight_give_the_same_bytes(tmp_path, source, tiny_target):
-    """As with a target over several GPUs; every sign of life names all dialogues that are being forwarded."""
+    """The case of a target over several GPUs; every heartbeat names all dialogues that are being forwarded."""
     recipe = float_recipe(tiny_target, source, batch_tokens=1, auxiliary_layers=[1, 2])
-    task, told = first_task(recipe), []
+    task, heartbeats = first_task(recipe), []
     wide = recipe.with_features(gpus_per_worker=3)
-    one = FeatureWorker(recipe, tmp_path / "one", feature_spec(recipe))
-    three = FeatureWorker(wide, tmp_path / "three", feature_spec(recipe), lambda items, _: told.append(items))
+    worker_one = FeatureWorker(recipe, tmp_path / "one", feature_spec(recipe))
+    three = FeatureWorker(wide, tmp_path / "three", feature_spec(recipe), lambda items, _: heartbeats.append(items))
     forward, meeting = three._forward, threading.Barrier(3)
 
     def together(batch):
-        if len(told) <= 3:
+        if len(heartbeats) <= 3:
             meeting.wait(PATIENCE)
         return forward(batch)
 
     three._forward = together
-    name = one.work(task).name
+    name = worker_one.work(task).name
     assert three.work(task).name == name
     assert (tmp_path / "three" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
-    assert max(map(len, told)) == 3 and {doc_id for ids in told for doc_id in ids} == {d.doc_id for d in task.documents}
+    named = {doc_id for ids in heartbeats for doc_id in ids}
+    assert max(map(len, heartbeats)) == 3 and named == {document.doc_id for document in task.documents}
 
 
 # Of the columns of such a shard, as they were written by one thread from rows on the host.
@@ -172,8 +175,8 @@ def late(happen: Callable[[], None] = lambda: None) -> Callable:
 
         def synchronize() -> None:
             happen()
-            for here, there in zip(sent, tensors, strict=True):
-                here.copy_(there)
+            for copy, original in zip(sent, tensors, strict=True):
+                copy.copy_(original)
 
         return sent, SimpleNamespace(synchronize=synchronize)
 
@@ -195,7 +198,7 @@ def test_every_stored_dtype_has_the_same_bytes_wherever_it_is_made(
         worker._forward = drawn
         record = worker.work(task)
         written.append((tmp_path / name / record.name).read_bytes())
-        assert record.rows == len(task.documents) and not worker._busy.now
+        assert record.rows == len(task.documents) and not worker._active_work.now
         monkeypatch.setattr(dump_worker, "to_host", late())
     assert written[0] == written[1]
     state, reader = hashlib.sha256(), pa.ipc.open_file(pa.BufferReader(written[0]))
@@ -228,7 +231,7 @@ def test_what_fails_ahead_of_the_writing_fails_the_shard(tmp_path, source, tiny_
         worker.work(task)
     assert list((tmp_path / "features").iterdir()) == []
     ordered = [batch[0].doc_id for batch in length_sorted_batches(task.documents, 1)]
-    assert (ordered[2],) in worker._busy.now and (ordered[1],) not in worker._busy.now
+    assert (ordered[2],) in worker._active_work.now and (ordered[1],) not in worker._active_work.now
 
 
 def test_a_layer_that_the_target_does_not_have_is_refused(source, tiny_target):
@@ -282,38 +285,41 @@ def test_the_answers_are_plain_decodings_and_the_features_theirs(source, tiny_ta
     assert all(named.count((doc_id,)) > 1 for doc_id in prompts)  # while it is answered, too
     counted = [done for _, done in beats]
     assert counted == sorted(counted) and len(set(counted)) >= 4  # it moves answer by answer
-    assert counted[-1] < worker._busy.done == record.tokens  # what was said and what was read, each once
+    assert counted[-1] < worker._active_work.done == record.tokens  # what was said and what was read, each once
     for number in range(len(store)):
         row = store.row(number)
         prompt = prompts[row.doc_id]
         answer = plain(loaded_target, prompt, Sampling(12, frozenset(loaded_target.stop_ids()))).tokens
         assert row.input_ids.tolist() == prompt + answer
         assert row.loss_mask.tolist() == [0] * len(prompt) + [1] * len(answer)
-        own = loaded_target.capture(torch.tensor([prompt + answer]))[0]
-        assert torch.allclose(row.hidden_TD, own, atol=1e-5)
+        expected = loaded_target.capture(torch.tensor([prompt + answer]))[0]
+        assert torch.allclose(row.hidden_TD, expected, atol=1e-5)
     (doc_id, *_) = prompts
     answers = worker._source.answers
 
-    def broken(asked, *how, **more):  # of the first prompt, logits that are not finite
-        if asked[0].tokens == prompts[doc_id]:
+    def broken(prompts_asked, *options, **more):  # of the first prompt, logits that are not finite
+        if prompts_asked[0].tokens == prompts[doc_id]:
             raise NoAnswer("not finite")
-        return answers(asked, *how, **more)
+        return answers(prompts_asked, *options, **more)
 
     worker._source.answers = broken
-    for aside, reason in (({}, "not_answered"), ({doc_id: "kills_workers"}, "kills_workers")):
-        some = worker.work(replace(task, set_aside=aside))
-        assert some.rows == 3 and some.rejected == {doc_id: reason} and some.text.rows == 4
-        store = listed(recipe, folder, task, some)
+    for set_aside, reason in (({}, "not_answered"), ({doc_id: "kills_workers"}, "kills_workers")):
+        result = worker.work(replace(task, set_aside=set_aside))
+        assert result.rows == 3 and result.rejected == {doc_id: reason} and result.text.rows == 4
+        store = listed(recipe, folder, task, result)
         assert doc_id not in [store.texts.doc_id(number) for number in range(len(store))]
 
 
 # -- the target's own answers to the source's questions ---------------------------------------------------------------
 
-SAID = [Said([1, 2, 3, 7], torch.arange(4.0)[:, None, None]), Said([1, 2, 3, 8, 4, 5, 9], None)]
+ANSWERED_PROMPTS = [
+    AnsweredPrompt([1, 2, 3, 7], torch.arange(4.0)[:, None, None]),
+    AnsweredPrompt([1, 2, 3, 8, 4, 5, 9], None),
+]
 
 
 @pytest.mark.parametrize(
-    ("ids", "mask", "kept"),
+    ("ids", "mask", "expected_length"),
     [
         ([1, 2, 3, 8, 4, 5, 9, 6], [0, 0, 1, 1, 0, 1, 1, 0], 7),  # the template's end of the turn goes
         ([1, 2, 3, 8, 4, 5, 9, 7, 6], [0, 0, 1, 1, 0, 1, 1, 1, 0], 7),  # so does an end that the target did not give
@@ -324,14 +330,14 @@ SAID = [Said([1, 2, 3, 7], torch.arange(4.0)[:, None, None]), Said([1, 2, 3, 8, 
         ([1, 2, 3, 7, 6], [0, 0, 1, 1, 0], 4),  # the first answer by itself
     ],
 )
-def test_a_sequence_is_what_the_target_read_and_said(ids, mask, kept):
-    found = as_said("d", Encoded(np.array(ids, np.int32), np.array(mask, np.uint8)), SAID)
-    if kept is None:
-        assert found is None
+def test_a_sequence_is_what_the_target_read_and_said(ids, mask, expected_length):
+    aligned = align_to_target_tokens("d", Encoded(np.array(ids, np.int32), np.array(mask, np.uint8)), ANSWERED_PROMPTS)
+    if expected_length is None:
+        assert aligned is None
         return
-    assert found.input_ids.tolist() == ids[:kept] and found.loss_mask.tolist() == mask[:kept]
-    first = ids[:4] == SAID[0].tokens
-    assert found.states_TSD is None if not first else found.states_TSD[:, 0, 0].tolist() == [0, 1, 2, 3]
+    assert aligned.input_ids.tolist() == ids[:expected_length] and aligned.loss_mask.tolist() == mask[:expected_length]
+    first = ids[:4] == ANSWERED_PROMPTS[0].tokens
+    assert aligned.states_TSD is None if not first else aligned.states_TSD[:, 0, 0].tolist() == [0, 1, 2, 3]
 
 
 def test_what_the_target_said_is_named_by_the_dialogue_that_was_asked(tmp_path, source, tiny_target):
@@ -339,19 +345,19 @@ def test_what_the_target_said_is_named_by_the_dialogue_that_was_asked(tmp_path, 
     recipe, beats = float_recipe(tiny_target, source, auxiliary_layers=[1, 2]), []
     worker = FeatureWorker(recipe, tmp_path, feature_spec(recipe), lambda items, _: beats.append(items))
     worker._forward = drawn
-    said = [replace(document(f"a#{place}", 9), asked="a") for place in range(2)]
-    worker._arrived(worker._compute([*said, document("b", 8)]))
-    assert beats == [("a", "b")] and not worker._busy.now
+    batch = [replace(document(f"a#{place}", 9), answered_dialogue="a") for place in range(2)]
+    worker._wait_for(worker._compute([*batch, document("b", 8)]))
+    assert beats == [("a", "b")] and not worker._active_work.now
 
 
-@pytest.mark.parametrize(("asked", "got"), [("2", 2), ("8", 3), (None, 3)])
-def test_a_worker_takes_the_recipes_threads_or_fewer_where_the_user_says_so(monkeypatch, asked, got):
+@pytest.mark.parametrize(("variable", "got"), [("2", 2), ("8", 3), (None, 3)])
+def test_a_worker_takes_the_recipes_threads_or_fewer_where_the_user_says_so(monkeypatch, variable, got):
     monkeypatch.delenv("OMP_NUM_THREADS")
-    if asked:
-        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    if variable:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
     before = torch.get_num_threads()
     try:
-        take_threads(3)
+        set_threads(3)
         assert torch.get_num_threads() == got
     finally:
         torch.set_num_threads(before)

@@ -427,7 +427,7 @@ def test_what_a_fed_training_cannot_have_is_refused(dumped, tmp_path, monkeypatc
     with pytest.raises(PipelineError, match=r"was dumped for features.keep='window': run the dump again"):
         train_here(dumped, tmp_path)
     bad = ShardRecord("", "train", 0, 7, 1, 1, 1, "", rejected={"doc1": "features_not_finite"})
-    monkeypatch.setattr("preprocess.dump.feeder.records", lambda *_: [bad])
+    monkeypatch.setattr("preprocess.dump.feeder.run_tasks", lambda *_: [bad])
     with pytest.raises(PipelineError, match=r"dialogue doc1: features_not_finite. A training that is fed"):
         feed(recipe)
     assert dump_here(load_recipe(dumped[0], [f"output={tmp_path}"])).total("train", "rows") == 40
