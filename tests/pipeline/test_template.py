@@ -123,11 +123,11 @@ def test_any_value_arrives_as_it_is(value):
 def test_a_keyword_that_the_template_does_not_know_is_refused_with_those_it_knows(name):
     message = (
         rf"target.template_keywords.{name}: the chat template of some/model has no such keyword; "
-        r"it knows enable_thinking, python_tools, xml_tools$"
+        r"it has enable_thinking, python_tools, xml_tools$"
     )
     with pytest.raises(PipelineError, match=message):
         settled(SMOLLM_3, **{name: "x"})
-    with pytest.raises(PipelineError, match=r"it knows date_string$"):
+    with pytest.raises(PipelineError, match=r"it has date_string$"):
         settled(LLAMA_3_2, **{name: "x"})
 
 
