@@ -54,7 +54,7 @@ def test_the_largest_shape_that_fits_is_taken():
         shape_that_fits(4.0)
 
 
-def test_a_random_target_has_its_files_ends_and_layers_of_the_usual_scale(tmp_path):
+def test_a_random_target_has_the_files_embedding_and_head(tmp_path):
     recipe = CheckSettings(tmp_path, "tiny", 60.0).recipe()
     target, embed_head = Target(recipe.target, "float32"), load_embed_head(recipe.target)
     assert torch.equal(target.embedding_VD, embed_head.embedding_VD.float())
@@ -87,28 +87,28 @@ def scripted(monkeypatch, tmp_path):
     return measure
 
 
-def test_a_part_that_fails_leaves_the_others_alone(scripted):
+def test_a_failed_part_does_not_affect_the_others(scripted):
     outcomes = {"machine": {"shape": "8b", "seconds": 1.0}, "costs": {"seconds": 1.0}}
     results, calls = scripted(outcomes, True, "auto", ["dump", "costs"])
     assert results == {**outcomes, "dump": {"error": "it broke"}} and check.list_failures(results)["failed"] == ["dump"]
     assert calls == [(["machine"], "auto"), (["dump"], "8b"), (["costs"], "8b")]
 
 
-def test_on_a_cpu_one_process_does_all_that_it_survives(scripted):
+def test_on_a_cpu_one_process_runs_parts_until_one_fails(scripted):
     outcomes = {"machine": {"shape": "tiny", "seconds": 1.0}, "costs": {"seconds": 1.0}}
     results, calls = scripted(outcomes, False, "auto", ["dump", "costs"])
     assert results == {**outcomes, "dump": {"error": "it broke"}}
     assert calls == [(["machine", "dump", "costs"], "auto"), (["costs"], "tiny")]
 
 
-def test_without_a_machine_or_time_for_it_nothing_is_begun(scripted):
+def test_without_the_machine_part_no_other_part_is_started(scripted):
     results, calls = scripted({}, True, "auto", ["dump"])
     assert results == {"machine": {"error": "it broke"}} and calls == [(["machine"], "auto")]
     with pytest.raises(PipelineError, match="raise --minutes"):
         scripted({}, True, "auto", ["dump"], minutes=0.1)
 
 
-def test_a_process_is_ended_and_its_last_words_are_told(tmp_path):
+def test_a_process_is_stopped_and_its_last_error_is_returned(tmp_path):
     def run(code, limit=60.0):
         return check.run_command([sys.executable, "-c", code], limit, tmp_path / "log", dict(os.environ))
 
@@ -119,7 +119,7 @@ def test_a_process_is_ended_and_its_last_words_are_told(tmp_path):
     assert run("import time; time.sleep(600)", 0.5) == "not finished within 0 s"
 
 
-def test_a_gate_that_fails_is_the_first_word():
+def test_a_failed_gate_is_printed_first():
     proofs = {"float32, compiled, T = 0, eagle": "NOT LOSSLESS: 3 of 4 identical, 0 near ties; tau 2.00"}
     parts = {"lossless": {"passed": False, "proofs": proofs, "results": []}, "dump": {"error": "out of | memory"}}
     figures = {**check.list_failures(parts), "parts": parts}
