@@ -126,7 +126,7 @@ def _post(address: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 class LlamaCpp(ServingEngine):
-    name, takes = "llama.cpp", ("eagle3",)
+    name, draft_kinds = "llama.cpp", ("eagle3",)
 
     @property
     def version(self) -> str:
@@ -175,7 +175,7 @@ class LlamaCpp(ServingEngine):
 
 
 class Vllm(ServingEngine):
-    name, takes = "vLLM", ("dflash", "eagle", "eagle3", "jakiro", "medusa", "p-eagle", "small-llama")
+    name, draft_kinds = "vLLM", ("dflash", "eagle", "eagle3", "jakiro", "medusa", "p-eagle", "small-llama")
     environment = MappingProxyType(
         {
             **{"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"},
