@@ -1,4 +1,4 @@
-"""`jakiro`: a wheel in a clean environment, recipes by name, `new`, `doctor`."""
+"""Tests of `jakiro`: a wheel in a clean environment, recipes by name, `new`, `doctor`."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory) -> Path:
-    """`bin` of an environment with the wheel and the packages that it needs, and nothing of the checkout."""
+    """Return `bin` of an environment with the wheel and its required packages, and nothing of the checkout."""
     folder = tmp_path_factory.mktemp("clean")
     venv.create(folder)
     site = next((folder / "lib").glob("*/site-packages"))
@@ -54,7 +54,7 @@ def installed(wheel, tmp_path_factory) -> Path:
     return folder / "bin"
 
 
-def said(installed: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+def run_installed(installed: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     environment = {**command_environment(), "PATH": f"{installed}:/usr/bin:/bin"}
     command = [str(installed / "jakiro"), *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=500)
@@ -94,8 +94,10 @@ def test_a_recipe_is_refused_before_anything_heavy_is_imported(tmp_path):
     command = [sys.executable, "-c", LIGHT, json.dumps([words for words, _ in WRONG])]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout == "2\n" * len(WRONG)
-    told = done.stderr.split("error: ")[1:]
-    assert len(told) == len(WRONG) and all(message in text for (_, message), text in zip(WRONG, told, strict=True))
+    messages = done.stderr.split("error: ")[1:]
+    assert len(messages) == len(WRONG) and all(
+        message in text for (_, message), text in zip(WRONG, messages, strict=True)
+    )
 
 
 def test_a_wheel_drops_one_package_into_site_packages(wheel):
@@ -103,43 +105,43 @@ def test_a_wheel_drops_one_package_into_site_packages(wheel):
     assert {name.split("/")[0].split("-")[0] for name in names} == {"jakiro"}
     folders = ("pipeline", "preprocess", "train", "eval", "infra")
     tracked = subprocess.run(["git", "-C", str(ROOT), "ls-files", *folders], capture_output=True, text=True, check=True)
-    wanted = {f"jakiro/{name}" for name in tracked.stdout.split()}
+    expected = {f"jakiro/{name}" for name in tracked.stdout.split()}
     command = "jakiro/infra/command/"
-    wanted = {name for name in wanted if not name.startswith(command)} | {
-        name.replace(f"{command}jakiro/", "jakiro/") for name in wanted if name.startswith(f"{command}jakiro/")
+    expected = {name for name in expected if not name.startswith(command)} | {
+        name.replace(f"{command}jakiro/", "jakiro/") for name in expected if name.startswith(f"{command}jakiro/")
     }
-    assert {name for name in names if ".dist-info/" not in name} == wanted | {"jakiro/COMMIT"}
+    assert {name for name in names if ".dist-info/" not in name} == expected | {"jakiro/COMMIT"}
 
 
 @pytest.mark.real
 @pytest.mark.long
 def test_an_installed_wheel_does_a_whole_run_outside_the_checkout(installed, tiny_target, tmp_path):
-    """By the recipe that `new` writes, made small."""
+    """The run takes the recipe that `new` writes, with smaller sizes."""
     recipe, data, run = tmp_path / "tiny.toml", write_sharegpt(tmp_path / "data.json", 600), tmp_path / "runs/tiny"
-    written = said(installed, tmp_path, "new", *asked(recipe, tiny_target, data, draft="eagle"))
+    written = run_installed(installed, tmp_path, "new", *new_arguments(recipe, tiny_target, data, draft="eagle"))
     assert written.returncode == 0, written.stdout + written.stderr
     sets = ["data.heldout_fraction=0.2", "eval.max_new_tokens=8", "eval.benchmarks.heldout.prompts=2"]
     small = override_arguments(sets)
-    done = said(installed, tmp_path, "run", str(recipe), *small)
+    done = run_installed(installed, tmp_path, "run", str(recipe), *small)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "release:" in done.stdout
     logs = "".join(path.read_text() for path in (run / "logs").iterdir())
     assert str(ROOT) not in logs.replace(f"{ROOT}/.venv/", "")  # packages come from there, code does not
     for made in ("features", "drafts/eagle", "release"):
         assert json.loads((run / made / "provenance.json").read_text())["code_revision"] == revision()
-    trained = said(installed, tmp_path, "train", str(recipe), "--draft", "eagle", *small)
+    trained = run_installed(installed, tmp_path, "train", str(recipe), "--draft", "eagle", *small)
     assert trained.returncode == 0 and "eagle" in trained.stdout
-    assert "done   eval" in said(installed, tmp_path, "status", str(recipe), *small).stdout
+    assert "done   eval" in run_installed(installed, tmp_path, "status", str(recipe), *small).stdout
     load = "import jakiro, sys; print(jakiro.load(*sys.argv[1:]).generate('hello', max_new_tokens=4))"
     python = [str(installed / "python"), "-c", load, str(run / "release"), str(tiny_target)]
     spoken = subprocess.run(python, cwd=tmp_path, capture_output=True, text=True, env=command_environment())
     assert spoken.returncode == 0, spoken.stderr
 
 
-def test_what_is_told_without_a_command_or_with_an_unknown_one(monkeypatch, capsys):
+def test_usage_is_printed_and_an_unknown_command_is_refused(monkeypatch, capsys):
     call(jakiro.main)
     shown = capsys.readouterr().out
-    assert all(f"  {name} " in shown and command.does in shown for name, command in jakiro.COMMANDS.items())
+    assert all(f"  {name} " in shown and command.summary in shown for name, command in jakiro.COMMANDS.items())
     with pytest.raises(SystemExit, match="no command 'evla': did you mean eval"):
         call(jakiro.main, "evla")
 
@@ -167,14 +169,14 @@ def test_recipes_says_target_and_drafts_of_each(capsys):
 SOURCE = first_recipe.Source(records=100_000, whole=False, usable=1.0, length=300.0, report="")
 
 
-def asked(out: Path, target: Path, data: Path, **more: str) -> list[str]:
-    given = {"target": str(target), "data": str(data), "license": "apache-2.0", **more}
-    return [str(out), *(word for key, value in given.items() for word in (f"--{key}", value))]
+def new_arguments(out: Path, target: Path, data: Path, **more: str) -> list[str]:
+    options = {"target": str(target), "data": str(data), "license": "apache-2.0", **more}
+    return [str(out), *(word for key, value in options.items() for word in (f"--{key}", value))]
 
 
 def test_new_writes_a_recipe_that_loads_and_says_what_it_looked_at(tiny_target, tmp_path, capsys):
     out, data = tmp_path / "my.toml", write_sharegpt(tmp_path / "data.json", 30)
-    call(new.main, *asked(out, tiny_target, data, draft="p-eagle"))
+    call(new.main, *new_arguments(out, tiny_target, data, draft="p-eagle"))
     shown, recipe = capsys.readouterr().out, load_recipe(out)
     assert "30 records; of the first 30 30 are usable: " in shown and "2 layers" in shown
     assert (
@@ -183,25 +185,25 @@ def test_new_writes_a_recipe_that_loads_and_says_what_it_looked_at(tiny_target, 
         and recipe.publish.draft == "p-eagle"
     )
     with pytest.raises(PipelineError, match="is there already"):
-        call(new.main, *asked(out, tiny_target, data))
+        call(new.main, *new_arguments(out, tiny_target, data))
 
 
 @pytest.mark.parametrize("count", [24, 60, 150, 1000])
 def test_a_new_recipe_holds_out_and_warms_up_as_its_data_allow(tiny_target, tmp_path, count):
     out = tmp_path / "my.toml"
-    call(new.main, *asked(out, tiny_target, write_sharegpt(tmp_path / "data.json", count)))
+    call(new.main, *new_arguments(out, tiny_target, write_sharegpt(tmp_path / "data.json", count)))
     recipe = load_recipe(out)
     require_sizes(recipe)
     look = look_at(recipe, 10**6)
-    wanted = max(recipe.data.validation_dialogues, recipe.data.heldout_prompts + recipe.data.calibration_prompts)
+    required = max(recipe.data.validation_dialogues, recipe.data.heldout_prompts + recipe.data.calibration_prompts)
     assert recipe.eval.benchmarks["heldout"].prompts <= recipe.data.heldout_prompts < look.held_out
-    assert wanted <= 1.5 * look.held_out and look.held_out <= 0.35 * count
+    assert required <= 1.5 * look.held_out and look.held_out <= 0.35 * count
     assert recipe.data.max_tokens is None and recipe.train.dtype == recipe.target.dtype == native_dtype("cpu")
     steps = recipe.train.steps(look.train, 0, 1)
     assert 10 * recipe.train.warmup_steps <= steps + 10 and steps >= 60
 
 
-def test_the_sizes_of_a_large_source_are_the_papers_on_gpus_and_a_quarter_of_an_hours_on_a_laptop():
+def test_sizes_for_a_large_source_with_gpus_and_on_a_laptop():
     large = first_recipe.Sizes.of(SOURCE, 8, presets()["eagle"].training)
     assert (large.heldout_fraction, large.validation, large.heldout_prompts, large.calibration) == (0.02, 256, 100, 16)
     assert (large.max_tokens, large.global_batch, large.epochs, large.warmup) == (None, 16, 20, 2000)
@@ -215,10 +217,10 @@ def test_new_leaves_no_recipe_for_data_that_it_cannot_use(tiny_target, tmp_path)
     data = tmp_path / "data.json"
     data.write_text(json.dumps([{"id": "a", "conversations": []}] * 3))
     with pytest.raises(PipelineError, match=r"none of the first 3 records of .* is usable"):
-        call(new.main, *asked(tmp_path / "my.toml", tiny_target, data))
+        call(new.main, *new_arguments(tmp_path / "my.toml", tiny_target, data))
     data.write_text(json.dumps([{"id": "a", "convs": []}] * 3))
     with pytest.raises(PipelineError, match=r"3 malformed .*; the first malformed record: its keys are 'id', 'convs'"):
-        call(new.main, *asked(tmp_path / "my.toml", tiny_target, data))
+        call(new.main, *new_arguments(tmp_path / "my.toml", tiny_target, data))
     assert not (tmp_path / "my.toml").exists()
 
 
@@ -231,19 +233,19 @@ def test_new_takes_a_subset_and_a_split(tiny_target, tmp_path):
     )
     out = tmp_path / "my.toml"
     with pytest.raises(PipelineError, match=r"\['dev'\]\. Set data\.split"):
-        call(new.main, *asked(out, tiny_target, f"datasets:{folder}", subset="b"))
-    call(new.main, *asked(out, tiny_target, f"datasets:{folder}", subset="b", split="dev"))
+        call(new.main, *new_arguments(out, tiny_target, f"datasets:{folder}", subset="b"))
+    call(new.main, *new_arguments(out, tiny_target, f"datasets:{folder}", subset="b", split="dev"))
     assert (load_recipe(out).data.subset, load_recipe(out).data.split) == ("b", "dev")
 
 
 def written_for(machine: first_recipe.Machine, folder: Path, weights: float = 16 * GB, **more: str | None) -> Recipe:
-    """The recipe that `new` writes on a machine for a target of 1,024 positions."""
+    """Return the recipe that `new` writes on a machine for a target of 1,024 positions."""
     shapes = {"num_hidden_layers": 32, "hidden_size": 4096, "vocab_size": 128256, "model_type": "llama"}
     config = Namespace(**shapes, max_position_embeddings=1024)
-    asked_for = {"target": "OWNER/NAME", "data": "data.json", "draft": "eagle3", "license": "mit", "preset": None}
-    given = Namespace(**asked_for | more, out=folder / "my.toml")
-    given.out.write_text(first_recipe.recipe_text(given, config, machine, weights, SOURCE))
-    return load_recipe(given.out)
+    arguments = {"target": "OWNER/NAME", "data": "data.json", "draft": "eagle3", "license": "mit", "preset": None}
+    args = Namespace(**arguments | more, out=folder / "my.toml")
+    args.out.write_text(first_recipe.recipe_text(args, config, machine, weights, SOURCE))
+    return load_recipe(args.out)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +274,7 @@ def test_new_gives_every_kind_a_small_tree_on_a_cpu(draft, tmp_path):
 
 
 def test_a_preset_is_the_machines_unless_it_is_named(tmp_path):
-    """A short training takes no key of the draft that counts a long one's steps."""
+    """A short training takes no key of the draft that depends on the steps of a long one."""
     gpus, cpu = first_recipe.Machine(8, 80 * GB), first_recipe.Machine(0, 0)
     for machine, preset, rate in ((gpus, None, 2e-4), (gpus, "laptop", 2e-3), (cpu, None, 2e-3), (cpu, "paper", 2e-4)):
         recipe = written_for(machine, tmp_path, draft="gumiho", preset=preset)
@@ -282,65 +284,67 @@ def test_a_preset_is_the_machines_unless_it_is_named(tmp_path):
 
 
 def test_new_refuses_a_target_that_the_machine_cannot_hold():
-    with pytest.raises(PipelineError, match="weights are 141 GB in bfloat16, and the 1 GPUs here have 80 GB"):
+    with pytest.raises(PipelineError, match="weights are 141 GB in bfloat16, but the 1 GPUs here have 80 GB"):
         first_recipe.Share.of(first_recipe.Machine(1, 80 * GB), 141 * GB)
 
 
 def verdicts(part) -> dict[str, str]:
-    return {finding.what: f"{finding.verdict} {finding.remedy}" for finding in part()}
+    return {finding.subject: f"{finding.verdict} {finding.remedy}" for finding in part()}
 
 
-def test_doctor_tells_that_rays_head_is_gone_or_that_no_place_is_short_enough(monkeypatch, tmp_path):
+def test_doctor_reports_a_missing_ray_head_and_a_long_socket_path(monkeypatch, tmp_path):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{silent.getsockname()[1]}")
-        (found,) = doctor.ray()
-    assert (found.verdict, "no Ray answers at" in found.what, "unset RAY_ADDRESS" in found.remedy) == (
+        (finding,) = doctor.check_ray()
+    assert (finding.verdict, "no Ray answers at" in finding.subject, "unset RAY_ADDRESS" in finding.remedy) == (
         "fix",
         True,
         True,
     )
     monkeypatch.delenv("RAY_ADDRESS")
-    assert [found.verdict for found in doctor.ray()] == ["ok"]
+    assert [finding.verdict for finding in doctor.check_ray()] == ["ok"]
     long = tmp_path / ("x" * 60)
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     monkeypatch.setattr("pipeline.running.cluster.SHORT", str(long))
-    (found,) = doctor.ray()
-    assert found.verdict == "fix" and "a path of at most" in found.what and "RAY_TMPDIR" in found.remedy
+    (finding,) = doctor.check_ray()
+    assert finding.verdict == "fix" and "a path of at most" in finding.subject and "RAY_TMPDIR" in finding.remedy
 
 
-def test_doctor_tells_what_is_missing_and_what_to_do(monkeypatch, tmp_path):
-    known = doctor.importlib.metadata.version
+def test_doctor_reports_problems_and_remedies(monkeypatch, tmp_path):
+    real_version = doctor.importlib.metadata.version
 
     def version(name: str) -> str:
         if name == "pyarrow":
             raise doctor.importlib.metadata.PackageNotFoundError(name)
-        return "9.9" if name == "scipy" else known(name)
+        return "9.9" if name == "scipy" else real_version(name)
 
     monkeypatch.setattr(doctor.importlib.metadata, "version", version)
-    found = verdicts(doctor.packages)
-    assert found["pyarrow is not installed"].startswith("fix pip install pyarrow==")
-    assert any("scipy 9.9 (tested: " in what and told.startswith("note") for what, told in found.items())
+    findings = verdicts(doctor.check_packages)
+    assert findings["pyarrow is not installed"].startswith("fix pip install pyarrow==")
+    assert any("scipy 9.9 (tested: " in subject and verdict.startswith("note") for subject, verdict in findings.items())
     monkeypatch.setattr(doctor, "SHARED", float("inf"))
-    assert any("/dev/shm" in what and "--shm-size" in told for what, told in verdicts(doctor.limits).items())
+    assert any(
+        "/dev/shm" in subject and "--shm-size" in verdict for subject, verdict in verdicts(doctor.check_limits).items()
+    )
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         monkeypatch.setattr(doctor, "PORTS", {port: "Ray's head"})
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         monkeypatch.setenv("HF_TOKEN", "hf_secret")
-        found = verdicts(doctor.network)
-    assert found[f"port {port} (Ray's head) is taken"].startswith("note") and "secret" not in str(found)
+        findings = verdicts(doctor.check_network)
+    assert findings[f"port {port} (Ray's head) is taken"].startswith("note") and "secret" not in str(findings)
     monkeypatch.setattr(doctor, "DISK", float("inf"))
-    assert all(told.startswith("fix") for told in verdicts(doctor.places).values())
+    assert all(verdict.startswith("fix") for verdict in verdicts(doctor.check_disk).values())
 
 
-def test_doctor_ends_with_status_1_where_something_is_to_fix(monkeypatch, capsys):
-    for part in ("packages", "gpus", "limits", "places", "network", "engines"):
-        monkeypatch.setattr(doctor, part, lambda: iter([doctor.Finding("ok", "fine")]))
+def test_doctor_exits_with_1_if_something_is_to_fix(monkeypatch, capsys):
+    for part in ("packages", "gpus", "limits", "disk", "network", "engines"):
+        monkeypatch.setattr(doctor, f"check_{part}", lambda: iter([doctor.Finding("ok", "fine")]))
     with pytest.raises(SystemExit) as ended:
         call(doctor.main)
     assert not ended.value.code
-    monkeypatch.setattr(doctor, "gpus", lambda: iter([doctor.Finding("fix", "no driver", "install it")]))
+    monkeypatch.setattr(doctor, "check_gpus", lambda: iter([doctor.Finding("fix", "no driver", "install it")]))
     with pytest.raises(SystemExit) as ended:
         call(doctor.main)
     assert ended.value.code == 1

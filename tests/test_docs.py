@@ -1,4 +1,4 @@
-"""The README and the pages of docs/: short enough, and what they point to is there."""
+"""Tests of the README and the pages of docs/: they are short enough, and their links lead to existing files."""
 
 import re
 import tomllib
@@ -22,7 +22,7 @@ def test_the_readme_is_read_in_a_minute():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_and_pictures_lead_somewhere(page):
+def test_links_lead_to_existing_files(page):
     for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         if "://" not in link:
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
@@ -31,11 +31,11 @@ def test_links_and_pictures_lead_somewhere(page):
         assert anchor in {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads}, f"{page}: {anchor}"
 
 
-def test_what_make_check_runs_is_there():
+def test_tests_of_make_check_exist():
     text = (ROOT / "Makefile").read_text()
-    found = re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", text)
-    assert len(found) >= 3 and {path for path, _ in found} >= {"tests/test_layout.py", "tests/test_run.py"}
-    for path, test in found:
+    matches = re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", text)
+    assert len(matches) >= 3 and {path for path, _ in matches} >= {"tests/test_layout.py", "tests/test_run.py"}
+    for path, test in matches:
         assert f"def {test}" in (ROOT / path).read_text(), f"{path}::{test}"
 
 
@@ -47,12 +47,12 @@ def test_every_page_is_in_the_index():
 
 @pytest.mark.parametrize("page", RESULTS, ids=lambda page: page.name)
 def test_a_page_of_results_says_where_its_commands_are_to_be_found(page):
-    """The code goes on; what was measured is repeated at the tag or commit that the page names."""
+    """The code changes; measurements are repeated at the tag or commit that the page names."""
     assert re.search(r"^(Commands|Measured) .*`?([0-9a-f]{7})\b", page.read_text(), re.M), page.name
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
-def test_files_that_are_named_are_there(page):
+def test_named_files_exist(page):
     text = page.read_text()
     for name in re.findall(
         r"\b((?:pipeline|preprocess|train|eval|tests|infra)/[\w./-]*\.(?:py|toml|sbatch|json))\b", text
@@ -61,7 +61,7 @@ def test_files_that_are_named_are_there(page):
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
-def test_commands_of_jakiro_are_there(page):
+def test_named_commands_of_jakiro_exist(page):
     for code in re.findall(r"```.*?```|`[^`]+`", page.read_text(), re.DOTALL):
         for name in re.findall(r"(?:^|[`/:;] ?|&& |-- )jakiro ([a-z][\w-]*)", code, re.M):
             assert name in jakiro.COMMANDS, f"{page.name}: jakiro {name}"
@@ -83,12 +83,12 @@ def test_the_readmes_recipe_is_one():
     assert Recipe.model_validate(tomllib.loads(recipe)).draft["eagle"].kind == "eagle"
 
 
-def test_the_demos_minutes_are_told_alike():
-    """The README and docs/results/demo.md tell of one run."""
+def test_the_demos_minutes_agree():
+    """The README and docs/results/demo.md describe the same run."""
     words = r"(\d+) minutes: (\d+) for the dump, (\d+) for training, (\d+) for measuring"
     pages = (README, ROOT / "docs/results/demo.md")
-    told = [tuple(map(int, re.search(words, page.read_text()).groups())) for page in pages]
-    assert told[0] == told[1] and abs(told[0][0] - sum(told[0][1:])) < 2
+    minutes = [tuple(map(int, re.search(words, page.read_text()).groups())) for page in pages]
+    assert minutes[0] == minutes[1] and abs(minutes[0][0] - sum(minutes[0][1:])) < 2
 
 
 def test_pictures_are_small():

@@ -1,5 +1,5 @@
-"""What the pages, the README and each command's own help say is what the code does: commands parse, keys, kinds,
-engines, tests and files are there, and a default that is excerpt is the code's.
+"""Tests that the pages, the README and each command's help agree with the code: commands parse, keys, kinds, engines,
+tests and files exist, and a default that a page quotes is the code's.
 """
 
 import argparse
@@ -36,8 +36,8 @@ SHOWN = re.compile(rf"(?:\bpython3? (?:-m )?|\bdeepspeed (?:--\w+ \S+ )*)((?:{'|
 STANDS_FOR = {"R": "1", "N": "1", "ENGINE": "vllm", "PART": "costs", "...": "1"}
 
 
-def shown(text: str) -> tuple[list[str], list[str]]:
-    """Lines of code blocks, and pieces of code within sentences."""
+def code_pieces(text: str) -> tuple[list[str], list[str]]:
+    """Return the lines of code blocks, and the pieces of code within sentences."""
     text = re.sub(r"\\\n\s*", " ", text)
     blocks = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
     rest = re.sub(r"```\w*\n.*?```", "", text, flags=re.DOTALL)
@@ -45,16 +45,16 @@ def shown(text: str) -> tuple[list[str], list[str]]:
     return lines, [" ".join(piece.split()) for piece in re.findall(r"`([^`]+)`", rest)]
 
 
-class Parsed(Exception):
-    """What the command would do comes after this."""
+class ParsedArguments(Exception):
+    """Raised with the parsed arguments, before the command does anything."""
 
 
 @pytest.fixture
 def parse(monkeypatch):
-    """Gives a command its arguments as its own parser takes them. Raises ValueError for those that it refuses."""
+    """Return a function that parses a command's arguments by its own parser. It raises ValueError for refused ones."""
 
     def parse_args(parser, args=None, namespace=None):
-        raise Parsed(parser.parse_known_args(args))
+        raise ParsedArguments(parser.parse_known_args(args))
 
     def refuse(parser, message):
         raise ValueError(message)
@@ -64,13 +64,13 @@ def parse(monkeypatch):
         monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
         monkeypatch.setattr(argparse.ArgumentParser, "error", refuse)
         package = (ROOT / module.replace(".", "/") / "__main__.py").exists()
-        found = importlib.import_module(f"{module}.__main__" if package else module)
+        loaded = importlib.import_module(f"{module}.__main__" if package else module)
         try:
-            if hasattr(found, "main"):
-                found.main()
+            if hasattr(loaded, "main"):
+                loaded.main()
             add_recipe_arguments(parser := argparse.ArgumentParser())  # `entry.run_job`
             parser.parse_args()
-        except Parsed as parsed:
+        except ParsedArguments as parsed:
             arguments, unknown = parsed.args[0]
             if unknown:
                 raise ValueError(f"unknown: {unknown}") from None
@@ -80,56 +80,62 @@ def parse(monkeypatch):
     return parse
 
 
-def command(line: str) -> tuple[str, list[str]] | None:
-    """(module, words) of a command of this project that a line shows."""
-    found = SHOWN.search(line)
-    if not found:
+def find_command(line: str) -> tuple[str, list[str]] | None:
+    """Return (module, words) of the command of this project that a line shows, if any."""
+    match = SHOWN.search(line)
+    if not match:
         return None
-    words = [STANDS_FOR.get(word, word) for word in shlex.split(found[2], comments=True) if not word.startswith("$")]
-    return found[1].removesuffix(".py").strip("./").replace("/", "."), words
+    words = [STANDS_FOR.get(word, word) for word in shlex.split(match[2], comments=True) if not word.startswith("$")]
+    return match[1].removesuffix(".py").strip("./").replace("/", "."), words
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
-def test_commands_that_a_page_shows_are_taken_with_their_flags_and_overrides(page, parse):
-    lines, pieces = shown(page.read_text())
-    for line, whole in [*((line, True) for line in lines), *((piece, False) for piece in pieces)]:
-        if not (asked := command(line)):
+def test_commands_of_a_page_parse(page, parse):
+    lines, pieces = code_pieces(page.read_text())
+    for line, is_line in [*((line, True) for line in lines), *((piece, False) for piece in pieces)]:
+        if not (shown_command := find_command(line)):
             continue
         try:
-            arguments = parse(*asked)
+            arguments = parse(*shown_command)
         except ValueError as error:
-            assert not whole and "required" in str(error), f"{line}: {error}"
+            assert not is_line and "required" in str(error), f"{line}: {error}"
             continue
         recipe = Path(getattr(arguments, "recipe", None) or "RECIPE")
-        sets = [one.replace("NAME", "jakiro") for one in getattr(arguments, "overrides", []) if "$" not in one]
+        overrides = [
+            override.replace("NAME", "jakiro")
+            for override in getattr(arguments, "overrides", [])
+            if "$" not in override
+        ]
         try:
-            load_recipe(ROOT / recipe if (ROOT / recipe).is_file() else DEMO, sets)
+            load_recipe(ROOT / recipe if (ROOT / recipe).is_file() else DEMO, overrides)
         except PipelineError as error:
             raise AssertionError(f"{line}: {error}") from None
 
 
-def test_commands_help_shows_commands_that_are_taken(parse):
-    """A module's own text is what its --help begins with."""
-    seen = 0
+def test_commands_in_help_texts_parse(parse):
+    """A module's docstring is the beginning of its --help."""
+    count = 0
     for path in sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
         for line in re.findall(r"^\s*((?:python|deepspeed|ray|DS_).*)", text, re.MULTILINE):
-            if asked := command(re.sub(r"[\[\]]| \.\.\.", "", re.split(r" {2,}", line)[0])):
-                parse(asked[0], [word.split("|")[0] for word in asked[1]])
-                seen += 1
-    assert seen == 25
+            if shown_command := find_command(re.sub(r"[\[\]]| \.\.\.", "", re.split(r" {2,}", line)[0])):
+                parse(shown_command[0], [word.split("|")[0] for word in shown_command[1]])
+                count += 1
+    assert count == 25
 
 
 # -- keys ------------------------------------------------------------------------------------------------------------
 
 
 def fields(section: Any) -> dict[str, Any]:
-    found = section.model_fields if isinstance(section, type) and issubclass(section, BaseModel) else {}
-    return {name: field.annotation for name, field in found.items()} or dict(getattr(section, "__annotations__", {}))
+    model_fields = section.model_fields if isinstance(section, type) and issubclass(section, BaseModel) else {}
+    return {name: field.annotation for name, field in model_fields.items()} or dict(
+        getattr(section, "__annotations__", {})
+    )
 
 
 def is_key(name: str) -> bool:
-    """Whether a recipe can have it, as far as sections of names leave that open."""
+    """Return whether a recipe can have the key; below a section of user-defined names every key counts."""
     section: Any = Recipe
     for part in name.split("."):
         if part not in fields(section):
@@ -137,13 +143,13 @@ def is_key(name: str) -> bool:
         section = fields(section)[part]
         if get_origin(section) is dict or not fields(section):  # a name of the user's comes next, or a value
             return True
-        section = next((one for one in get_args(section) if fields(one)), section)
+        section = next((argument for argument in get_args(section) if fields(argument)), section)
     return True
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
-def test_keys_that_a_page_names_are_a_recipes(page):
-    for piece in shown(page.read_text())[1]:
+def test_keys_named_by_a_page_exist(page):
+    for piece in code_pieces(page.read_text())[1]:
         for name in re.findall(
             rf"^((?:{'|'.join(Recipe.model_fields)})\.[a-z_.]+)(?<!\.py)(?<!\.yaml)(?= ?=|$)", piece
         ):
@@ -158,7 +164,7 @@ def merged(tree: dict, more: dict) -> dict:
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
-def test_the_toml_that_a_page_shows_is_a_recipes(page):
+def test_the_toml_of_a_page_is_valid(page):
     for block in re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL):
         ways = re.findall(r"^tree = .*", block, re.MULTILINE) if block.startswith("tree = ") else []
         for text in [f"eval.methods.jakiro.{way}" for way in ways] or [block]:
@@ -171,7 +177,7 @@ def test_the_toml_that_a_page_shows_is_a_recipes(page):
             Recipe.model_validate(merged(tree, more))
 
 
-def test_the_kinds_and_engines_that_are_named_are_those_that_there_are():
+def test_named_kinds_and_engines_exist():
     table = (ROOT / "docs/training.md").read_text().partition("| `kind` |")[2].partition("\n\n")[0]
     named = re.findall(r"^\| `([\w-]+)`(?: with `frame = \"([\w-]+)\"`)? \|", table, re.MULTILINE)
     assert {f"{kind} on {frame}" if frame else kind for kind, frame in named} == set(DRAFTS)
@@ -181,8 +187,8 @@ def test_the_kinds_and_engines_that_are_named_are_those_that_there_are():
     [line] = re.findall(r"^\| `export .*", commands, re.MULTILINE)
     assert all(engine in line for engine in LAUNCH)
     for page in PAGES:
-        for said in re.findall(r"--to (\w+)", page.read_text()):
-            assert said in LAUNCH, f"{page.name}: --to {said}"
+        for name in re.findall(r"--to (\w+)", page.read_text()):
+            assert name in LAUNCH, f"{page.name}: --to {name}"
         assert "no export to" not in page.read_text(), page.name
 
 
@@ -196,7 +202,7 @@ def test_each_folder_of_the_code_is_listed():
 
 
 @pytest.mark.parametrize(
-    ("page", "said", "value"),
+    ("page", "pattern", "value"),
     [
         ("README.md", r"has to divide global_batch, which is (\d+)", TrainConfig().global_batch),
         ("docs/scope.md", r"\[(\d+) families\]", len(FAMILIES)),
@@ -217,17 +223,17 @@ def test_each_folder_of_the_code_is_listed():
         ("docs/results/training-notes.md", r"The default stays the papers' ([\d.]+)\.", TrainConfig().noise),
     ],
 )
-def test_a_default_that_a_page_quotes_is_the_codes(page, said, value):
-    found = re.search(said, (ROOT / page).read_text())
-    assert found and found[1] == str(value), f"{page}: {said}"
+def test_a_default_that_a_page_quotes_is_the_codes(page, pattern, value):
+    match = re.search(pattern, (ROOT / page).read_text())
+    assert match and match[1] == str(value), f"{page}: {pattern}"
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
-def test_tests_and_targets_of_make_that_a_page_names_are_there(page):
+def test_tests_and_make_targets_named_by_a_page_exist(page):
     text = page.read_text()
     names = re.findall(r"^def (test_\w+)", "\n".join(p.read_text() for p in ROOT.glob("tests/**/test_*.py")), re.M)
     for name, cut in re.findall(r"\b(test_\w+)\b(?!\.py)(\.\.\.)?", text):
-        assert name in names or (cut and any(one.startswith(name) for one in names)), f"{page.name}: {name}"
+        assert name in names or (cut and any(test.startswith(name) for test in names)), f"{page.name}: {name}"
     for target in re.findall(r"(?:^|`|\n)make ([\w-]+)", text):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), f"{page.name}: make {target}"
 
@@ -235,10 +241,12 @@ def test_tests_and_targets_of_make_that_a_page_names_are_there(page):
 @pytest.mark.parametrize(
     "page", ["README", "docs/README", "docs/results/experts", "docs/results/ablations", "docs/results/demo"]
 )
-def test_whether_experts_pay_is_said_with_the_scale_it_was_measured_at(page):
+def test_claims_about_experts_name_their_scale(page):
     sentences = re.split(r"(?<=[.?;])\s|\n\n|\n(?=[-#|])", (ROOT / f"{page}.md").read_text())
     answer = r"(mixture of experts|experts pay|form of experts|number of experts)(?! *\W* if)"
-    said = [one for one in sentences if re.search(answer, one, re.I) and re.search(r"\b(no|not|level|pay)\b", one)]
-    assert said
-    for one in said:
-        assert re.search(r"trained\s+tokens", one) and "135M" in one, one
+    claims = [
+        claim for claim in sentences if re.search(answer, claim, re.I) and re.search(r"\b(no|not|level|pay)\b", claim)
+    ]
+    assert claims
+    for claim in claims:
+        assert re.search(r"trained\s+tokens", claim) and "135M" in claim, claim

@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: who may import whom."""
+"""Tests of the rules of imports, and of the sizes of folders."""
 
 import ast
 from functools import cache
@@ -15,13 +15,13 @@ def nodes(path: Path) -> list[ast.AST]:
 
 
 def imports(path: Path) -> set[str]:
-    found = set()
+    names = set()
     for node in nodes(path):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module.split(".")[0])
-    return found
+            names.add(node.module.split(".")[0])
+    return names
 
 
 def modules(path: Path) -> set[str]:
@@ -34,11 +34,11 @@ def sources() -> list[Path]:
 
 def test_stages_import_the_pipeline_and_never_each_other():
     for path in sources():
-        own = path.relative_to(ROOT).parts[0]
-        assert not (imports(path) & STAGES) - {own}, f"{path} imports another stage"
+        stage = path.relative_to(ROOT).parts[0]
+        assert not (imports(path) & STAGES) - {stage}, f"{path} imports another stage"
 
 
-def test_infra_may_import_everything_and_is_imported_by_nobody():
+def test_nothing_imports_infra():
     for path in sources():
         assert "infra" not in imports(path), f"{path} imports infra"
 
@@ -53,7 +53,7 @@ def test_each_heavy_engine_is_imported_in_one_file():
 LAYERS = ["basics", "lm", "decoding", "features", "drafts", "recipe", "artifacts", "serving", "running"]
 
 
-def test_the_pipelines_rooms_import_those_before_them_only():
+def test_folders_of_the_pipeline_import_only_lower_layers():
     for path in (ROOT / "pipeline").glob("*/**/*.py"):
         room = LAYERS.index(path.relative_to(ROOT).parts[1])
         for module in modules(path):
@@ -62,8 +62,8 @@ def test_the_pipelines_rooms_import_those_before_them_only():
                 assert LAYERS.index(parts[1]) <= room, f"{path} imports {module}"
 
 
-# What decodes with a target (verifies trees of a draft's guesses). What only captures states or asks for answers goes
-# through a FeatureSource.
+# Code that decodes with a target (verifies a draft's trees). Code that only captures states or requests answers uses a
+# FeatureSource.
 LOADS_A_TARGET = {"pipeline/features/engines", "pipeline/serving", "train/acceptance.py", "eval", "infra"}
 
 
@@ -72,7 +72,7 @@ def calls_target(path: Path) -> bool:
     return any(isinstance(called, ast.Name) and called.id == "Target" for called in calls)
 
 
-def test_what_captures_asks_a_feature_source_and_loads_no_target():
+def test_only_listed_code_loads_a_target():
     for path in [*sources(), *(ROOT / "infra").rglob("*.py")]:
         name = path.relative_to(ROOT)
         if calls_target(path):

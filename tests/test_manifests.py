@@ -1,4 +1,4 @@
-"""`jakiro manifests`: what it writes fits the published schemas, says the recipe's numbers, and does what it says."""
+"""Tests of `jakiro manifests`: its files fit the published schemas, have the recipe's numbers, and work."""
 
 import json
 import random
@@ -27,7 +27,7 @@ SCHEMAS = ROOT / "tests/schemas"
 OF_ALL_KINDS = ["llama3.1-instruct-8b", "llama3.3-instruct-70b-eagle-3", "qwen3-8b-parallel", "demo"]
 
 
-def made(place: str, out: Path, recipe: str, *more: str) -> Path:
+def write_files(place: str, out: Path, recipe: str, *more: str) -> Path:
     call(manifests.main, recipe, "--for", place, "--out", str(out), *more)
     return out
 
@@ -36,26 +36,26 @@ def documents(path: Path) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(path.read_text()))
 
 
-def require_known(model: Any, given: dict[str, Any]) -> None:
-    """Of generated models, which pass over what they do not know: nothing may be lost on the way through one."""
+def require_known(model: Any, document: dict[str, Any]) -> None:
+    """Check that a generated model, which ignores unknown keys, keeps every key of the document."""
 
-    def compare(one: Any, other: Any, where: str) -> None:
-        if isinstance(one, dict):
-            for key in one:
-                assert key in other, f"{where}.{key} is not known"
-                compare(one[key], other[key], f"{where}.{key}")
-        elif isinstance(one, list):
-            assert len(one) == len(other), where
-            for number, (inner, mine) in enumerate(zip(one, other, strict=True)):
-                compare(inner, mine, f"{where}[{number}]")
+    def compare(value: Any, second: Any, path: str) -> None:
+        if isinstance(value, dict):
+            for key in value:
+                assert key in second, f"{path}.{key} is not known"
+                compare(value[key], second[key], f"{path}.{key}")
+        elif isinstance(value, list):
+            assert len(value) == len(second), path
+            for number, (inner, second_inner) in enumerate(zip(value, second, strict=True)):
+                compare(inner, second_inner, f"{path}[{number}]")
         else:
-            assert one == other, where
+            assert value == second, path
 
-    compare(given, model.from_dict(given).to_dict(), model.__name__)
+    compare(document, model.from_dict(document).to_dict(), model.__name__)
 
 
-def fits(schema: str, given: dict[str, Any]) -> None:
-    jsonschema.validate(given, json.loads((SCHEMAS / schema).read_text()))
+def check_schema(schema: str, document: dict[str, Any]) -> None:
+    jsonschema.validate(document, json.loads((SCHEMAS / schema).read_text()))
 
 
 def require_pod(template: dict[str, Any]) -> None:
@@ -68,27 +68,27 @@ def require_pod(template: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", OF_ALL_KINDS)
 def test_kubernetes_files_fit_the_schemas_and_the_recipe(name, tmp_path):
-    out, recipe = made("kubernetes", tmp_path, name), load_recipe(name)
-    stated, claim, policy = documents(out / "run.yaml")
-    require_known(models.IoK8sApiCoreV1ConfigMap, stated)
+    out, recipe = write_files("kubernetes", tmp_path, name), load_recipe(name)
+    config_map, claim, policy = documents(out / "run.yaml")
+    require_known(models.IoK8sApiCoreV1ConfigMap, config_map)
     require_known(models.IoK8sApiCoreV1PersistentVolumeClaim, claim)
-    fits("networkpolicy.json", policy)
+    check_schema("networkpolicy.json", policy)
     shown = tmp_path / "shown.toml"
-    shown.write_text(stated["data"]["recipe.toml"])
+    shown.write_text(config_map["data"]["recipe.toml"])
     assert run_hash(load_recipe(shown)) == run_hash(recipe)
     [dump] = documents(out / "dump.yaml")
-    fits("rayjob.json", dump)
+    check_schema("rayjob.json", dump)
     cluster = dump["spec"]["rayClusterSpec"]
     for template in (cluster["headGroupSpec"]["template"], cluster["workerGroupSpecs"][0]["template"]):
         require_pod(template)
         assert template["metadata"]["labels"] == policy["spec"]["podSelector"]["matchLabels"]
     require_known(models.IoK8sApiCoreV1PodTemplateSpec, dump["spec"]["submitterPodTemplate"])
     assert cluster["rayVersion"] == ray.__version__
-    wanted = recipe.features.workers * (recipe.features.gpus_per_worker or 1)
+    required = recipe.features.workers * (recipe.features.gpus_per_worker or 1)
     group = cluster["workerGroupSpecs"][0]
     limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
-    had = group["replicas"] * limits.get("nvidia.com/gpu", 0)
-    assert had == 0 if recipe.target.device == "cpu" else wanted <= had < wanted + group["replicas"]
+    gpus = group["replicas"] * limits.get("nvidia.com/gpu", 0)
+    assert gpus == 0 if recipe.target.device == "cpu" else required <= gpus < required + group["replicas"]
     output = recipe.output if recipe.output.startswith("/") else f"/shared/{recipe.output}"
     assert dump["spec"]["entrypoint"] == f"jakiro dump /recipe/recipe.toml --set output={output}"
     [train] = documents(out / "train.yaml")
@@ -102,17 +102,17 @@ def test_kubernetes_files_fit_the_schemas_and_the_recipe(name, tmp_path):
     [measured] = documents(out / "eval.yaml")
     by_ray = measured["kind"] == "RayJob"
     assert by_ray == (recipe.eval.workers > 1)
-    fits("rayjob.json", measured) if by_ray else require_known(models.JobsetV1alpha2JobSet, measured)
+    check_schema("rayjob.json", measured) if by_ray else require_known(models.JobsetV1alpha2JobSet, measured)
 
 
 def test_a_training_that_is_fed_gets_its_feeder(tmp_path):
     fed = ("--set", "features.keep=window", "--nodes", "2")
-    out = made("kubernetes", tmp_path / "k", "llama3.1-instruct-8b", *fed)
+    out = write_files("kubernetes", tmp_path / "k", "llama3.1-instruct-8b", *fed)
     [feed] = documents(out / "feed.yaml")
-    fits("rayjob.json", feed)
+    check_schema("rayjob.json", feed)
     entrypoint = feed["spec"]["entrypoint"]
     assert entrypoint.startswith("jakiro feed ") and "features.keep=window" in entrypoint
-    submit = (made("slurm", tmp_path / "s", "llama3.1-instruct-8b", *fed) / "submit.sh").read_text()
+    submit = (write_files("slurm", tmp_path / "s", "llama3.1-instruct-8b", *fed) / "submit.sh").read_text()
     assert 'feed=$(submit 2 2 "$here/ray.sbatch" feed ' in submit
 
 
@@ -124,36 +124,36 @@ def test_a_training_that_is_fed_gets_its_feeder(tmp_path):
         (("--set", "train.ranks=3"), "global_batch=16 is no multiple"),
     ],
 )
-def test_what_cannot_be_is_refused(more, refused, tmp_path):
+def test_impossible_settings_are_refused(more, refused, tmp_path):
     with pytest.raises(PipelineError, match=refused):
-        made("kubernetes", tmp_path, "llama3.1-instruct-8b", *more)
+        write_files("kubernetes", tmp_path, "llama3.1-instruct-8b", *more)
 
 
 def test_paths_that_only_this_machine_has_are_named(tmp_path, capsys):
-    made("docker", tmp_path, "llama3.1-instruct-8b", "--set", "data.source=/data/chat.json")
+    write_files("docker", tmp_path, "llama3.1-instruct-8b", "--set", "data.source=/data/chat.json")
     assert "have to be there on every node: data.source = /data/chat.json" in capsys.readouterr().out
 
 
 def test_the_skypilot_file_fits_its_schema(tmp_path):
     for name, gpus in (("llama3.1-instruct-8b", "H100:8"), ("demo", None)):
-        [task] = documents(made("skypilot", tmp_path, name) / "run.yaml")
-        fits("skypilot-task.json", task)
+        [task] = documents(write_files("skypilot", tmp_path, name) / "run.yaml")
+        check_schema("skypilot-task.json", task)
         assert task["resources"].get("accelerators") == gpus and f"jakiro run {name}" in task["run"]
 
 
-def tool(name: str, folder: Path, text: str) -> dict[str, str]:
-    """An environment in which a command of the cluster is `text`."""
+def fake_tool(name: str, folder: Path, text: str) -> dict[str, str]:
+    """Return an environment in which a command of the cluster is the script `text`."""
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
     (folder / name).chmod(stat.S_IRWXU)
     return command_environment(PATH=f"{folder}:{command_environment()['PATH']}", LOG=str(folder / "log"))
 
 
-def test_slurm_gets_three_jobs_each_behind_the_one_before(tmp_path):
+def test_slurm_gets_three_jobs_each_after_the_one_before(tmp_path):
     more = ("--set", "train.ranks=16", "--set", "train.micro_batch=1")
-    out = made("slurm", tmp_path / "out", "llama3.1-instruct-8b", *more, "--gpus-per-node", "4")
+    out = write_files("slurm", tmp_path / "out", "llama3.1-instruct-8b", *more, "--gpus-per-node", "4")
     sbatch = 'printf "%s\\n" "$*" >>"$LOG"; wc -l <"$LOG"'
-    environment = tool("sbatch", tmp_path / "bin", sbatch)
+    environment = fake_tool("sbatch", tmp_path / "bin", sbatch)
     done = subprocess.run(
         ["bash", str(out / "submit.sh"), "--partition=gpu"], capture_output=True, text=True, env=environment, check=True
     )
@@ -165,25 +165,25 @@ def test_slurm_gets_three_jobs_each_behind_the_one_before(tmp_path):
     assert "--nodes=4 " in train and train.endswith(f"train.sbatch llama3.1-instruct-8b {common}")
     assert "--dependency=afterok:1 " in train and "--dependency=afterok:2 " in measure
     assert measure.endswith(f"ray.sbatch eval llama3.1-instruct-8b {common}")
-    failing = tool("sbatch", tmp_path / "bin", "echo no >&2; exit 1")
+    failing = fake_tool("sbatch", tmp_path / "bin", "echo no >&2; exit 1")
     done = subprocess.run(["bash", str(out / "submit.sh")], capture_output=True, text=True, env=failing)
     assert done.returncode == 1 and "submitted" not in done.stdout
 
 
 @pytest.fixture
 def short() -> Iterator[str]:
-    """A folder whose name leaves room for Ray's sockets."""
+    """Yield a folder whose name is short enough for Ray's sockets."""
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:
         yield folder
 
 
 @pytest.mark.real
 @pytest.mark.long
-def test_the_slurm_script_dumps_through_a_ray_of_its_own(tiny_target, tmp_path, short):
-    """One node, which needs no srun: the cluster, the token and the job are real."""
+def test_the_slurm_script_dumps_with_its_own_ray(tiny_target, tmp_path, short):
+    """One node requires no srun: the cluster, the token and the job are real."""
     tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
     recipe = write_recipe(tree, tmp_path / "tiny.toml")
-    environment = tool("scontrol", tmp_path / "bin", "echo 127.0.0.1")
+    environment = fake_tool("scontrol", tmp_path / "bin", "echo 127.0.0.1")
     slurm = {"JOB_ID": random.randrange(12000), "JOB_NODELIST": "x", "NNODES": 1, "CPUS_PER_TASK": 2}
     environment = {key: value for key, value in environment.items() if not key.startswith("RAY_AUTH")}
     environment |= {f"SLURM_{key}": str(value) for key, value in slurm.items()} | {
@@ -200,8 +200,8 @@ def test_the_slurm_script_dumps_through_a_ray_of_its_own(tiny_target, tmp_path, 
 
 
 def test_docker_gets_the_recipe_the_gpus_and_a_folder(tmp_path):
-    out = made("docker", tmp_path / "out", "llama3.1-instruct-8b")
-    environment = tool("docker", tmp_path / "bin", 'printf "%s\\n" "$@" >"$LOG"')
+    out = write_files("docker", tmp_path / "out", "llama3.1-instruct-8b")
+    environment = fake_tool("docker", tmp_path / "bin", 'printf "%s\\n" "$@" >"$LOG"')
     subprocess.run(["bash", str(out / "run.sh"), "--until", "train"], env=environment, check=True)
     words = (tmp_path / "bin/log").read_text().splitlines()
     assert words[:3] == ["run", "--rm", "--init"] and "--gpus" in words and f"{out}/shared:/shared" in words
@@ -210,13 +210,14 @@ def test_docker_gets_the_recipe_the_gpus_and_a_folder(tmp_path):
         *("output=/shared/runs/llama3.1-instruct-8b", "--until", "train"),
     ]
     assert (out / "llama3.1-instruct-8b.toml").read_text() == (RECIPES / "llama3.1-instruct-8b.toml").read_text()
-    assert "--gpus" not in (made("docker", tmp_path / "cpu", "demo") / "run.sh").read_text()
+    assert "--gpus" not in (write_files("docker", tmp_path / "cpu", "demo") / "run.sh").read_text()
 
 
 def test_shell_scripts_and_the_dockerfile_are_clean(tmp_path):
     scripts = [str(path) for path in (ROOT / "infra/slurm").glob("*.sbatch")]
     scripts += [
-        str(made(place, tmp_path, "demo") / name) for place, name in (("slurm", "submit.sh"), ("docker", "run.sh"))
+        str(write_files(place, tmp_path, "demo") / name)
+        for place, name in (("slurm", "submit.sh"), ("docker", "run.sh"))
     ]
     for command in (
         [str(BIN / "shellcheck"), *scripts],

@@ -1,4 +1,4 @@
-"""What `jakiro metrics` serves of a run, and what `jakiro status` says of it."""
+"""Tests of `jakiro metrics`, which serves a run's progress, and of `jakiro status`, which prints it."""
 
 from pathlib import Path
 from urllib.request import urlopen
@@ -17,7 +17,7 @@ from tests.kit import call, free_port, recipe_tree, write_recipe, write_sharegpt
 
 @pytest.fixture
 def run(tmp_path, monkeypatch) -> Path:
-    """The folder of a run whose dump is at 4 of 10 tokens; where this process records ends with the test."""
+    """Return the folder of a run whose dump is at 4 of 10 tokens; this process records there until the test ends."""
     monkeypatch.setattr(progress, "_place", None)
     publish(tmp_path / "tiny", "dump")
     with Progress("dump", 10, "tokens") as shown:
@@ -30,8 +30,8 @@ def recipe(run, tmp_path, tiny_target) -> Path:
     return write_recipe(recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), run), tmp_path / "tiny.toml")
 
 
-def test_it_is_served_on_this_machine_alone_as_prometheus_reads_it(recipe, monkeypatch, capsys):
-    """What people read as numbers are numbers there."""
+def test_metrics_are_served_locally_in_prometheus_format(recipe, monkeypatch, capsys):
+    """Figures that are formatted for people are served as numbers."""
     port, texts = free_port(), []
 
     def pause() -> None:
@@ -44,9 +44,9 @@ def test_it_is_served_on_this_machine_alone_as_prometheus_reads_it(recipe, monke
     assert capsys.readouterr().out == f"http://127.0.0.1:{port}/metrics\n"
     samples = [sample for family in text_string_to_metric_families(texts[0]) for sample in family.samples]
     assert {(sample.labels["run"], sample.labels["stage"]) for sample in samples} == {("tiny", "dump")}
-    found = {sample.labels.get("name", sample.name): sample.value for sample in samples}
-    assert found.pop("jakiro_moved_seconds") > 0
-    assert found == {"jakiro_done": 4, "jakiro_total": 10, "shards": 2, "tokens/s": 1234, "waiting": 0.12}
+    values = {sample.labels.get("name", sample.name): sample.value for sample in samples}
+    assert values.pop("jakiro_moved_seconds") > 0
+    assert values == {"jakiro_done": 4, "jakiro_total": 10, "shards": 2, "tokens/s": 1234, "waiting": 0.12}
 
 
 def test_status_watches_until_all_is_done(recipe, monkeypatch, capsys):
@@ -59,16 +59,19 @@ def test_status_watches_until_all_is_done(recipe, monkeypatch, capsys):
         monkeypatch.setattr(stages, name, state)
     monkeypatch.setattr(stages.time, "sleep", looks.append)
     stages.status(str(recipe), [], watch=3)
-    said = capsys.readouterr().out
-    assert looks == [3, 3] and said.count("to do  preprocess") == 2 and said.count("done   preprocess") == 1
-    assert said.count("  dump: 4 of 10 tokens (40%)") == 2
+    text = capsys.readouterr().out
+    assert looks == [3, 3] and text.count("to do  preprocess") == 2 and text.count("done   preprocess") == 1
+    assert text.count("  dump: 4 of 10 tokens (40%)") == 2
 
 
 @pytest.mark.parametrize(("stage", "folder"), [("preprocess", "features"), ("train", "drafts/eagle"), ("eval", "eval")])
 def test_status_says_which_stage_runs(run, recipe, capsys, stage, folder):
     with exclusive(run / folder, "work"):
         stages.status(str(recipe), [])
-        with pytest.raises(PipelineError), exclusive(run / folder, "work"):  # to look holds nothing, and frees nothing
+        with (
+            pytest.raises(PipelineError),
+            exclusive(run / folder, "work"),
+        ):  # `status` neither takes nor releases the lock
             pass
     stages.status(str(recipe), [])
     lines = capsys.readouterr().out.splitlines()

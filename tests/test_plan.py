@@ -1,6 +1,4 @@
-"""What a run will do, need and take, before anything of it runs: against numbers worked out by hand, and against the
-dump that follows.
-"""
+"""Tests of the plan of a run: against numbers computed by hand, and against the dump that follows."""
 
 import json
 import re
@@ -13,17 +11,17 @@ import pytest
 import torch
 
 from infra.plan import engine, speeds
-from infra.plan.__main__ import SPEEDS, answers, disk_warning, make, warnings
+from infra.plan.__main__ import SPEEDS, count_answers, find_warnings, format_disk_warning, make
 from infra.plan.memory import (
     TEXT_ROW_BYTES,
     activation_bytes,
+    all_positions,
     disk_bytes,
     evaluation_bytes,
-    everywhere,
     frame_bytes,
     rank_bytes,
+    simulate_window,
     step_bytes,
-    stream,
 )
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.progress import duration
@@ -91,9 +89,9 @@ def test_the_planned_disk_and_tokens_are_those_of_the_dump(tiny_target, tmp_path
     assert abs(figures["dump: disk"] / size - 1) < 0.2  # so small shards are mostly frame
 
 
-def test_a_dump_is_timed_by_whole_batches_and_in_its_time(monkeypatch):
-    """A processor that takes 0.1 s for a token, and gives the rows of a batch together behind it."""
-    now, sizes = [0.0], []
+def test_the_dump_speed_is_measured_over_full_batches_within_the_time_limit(monkeypatch):
+    """The worker takes 0.1 s for a token, and yields the rows of a batch together after it."""
+    clock, sizes = [0.0], []
 
     class Worker:
         def batches(self, documents, rejected):
@@ -101,14 +99,14 @@ def test_a_dump_is_timed_by_whole_batches_and_in_its_time(monkeypatch):
 
         def rows(self, batches, texts, rejected):
             for batch in batches:
-                now[0] += sum(len(document.input_ids) for document in batch) / 10
+                clock[0] += sum(len(document.input_ids) for document in batch) / 10
                 sizes.append(len(batch))
                 yield from (SimpleNamespace(tokens=len(document.input_ids)) for document in batch)
 
-    monkeypatch.setattr(speeds.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(speeds.time, "perf_counter", lambda: clock[0])
     documents = [SimpleNamespace(input_ids=range(5 + number % 3)) for number in range(99)]
     assert speeds.worker_speed(Worker(), documents) == pytest.approx(10)
-    assert sizes == [1, 2, 4, 8, 16] and now[0] < speeds.PROBE
+    assert sizes == [1, 2, 4, 8, 16] and clock[0] < speeds.PROBE
     assert speeds.worker_speed(Worker(), documents, 1e9) == pytest.approx(10)
     assert speeds.worker_speed(Worker(), documents[:3], 0) == pytest.approx(10)
 
@@ -129,35 +127,35 @@ def test_a_probe_ends_after_its_time_with_what_it_measured(monkeypatch):
     assert len(calls) == 12
 
 
-def test_the_planned_bytes_and_passes_of_a_stream(tiny_recipe):
-    """Two drafts of two epochs; eight dialogues a shard, so twelve shards in four windows."""
+def test_the_planned_bytes_and_passes_of_a_window(tiny_recipe):
+    """Two drafts train for two epochs; with eight dialogues a shard there are twelve shards in four windows."""
     recipe = changed(changed(tiny_recipe, "train", window=3, epochs=2), "features", keep="window")
-    every = disk_bytes(recipe, 96, 9600)
-    assert stream(recipe, 96, 9600, 4800) == (pytest.approx(every / 2), 3.0)
+    total = disk_bytes(recipe, 96, 9600)
+    assert simulate_window(recipe, 96, 9600, 4800) == (pytest.approx(total / 2), 3.0)
     for shards, made in ((6, 3.0), (9, 1.75), (12, 1.0), (20, 1.0)):
-        bound = changed(recipe, "features", disk_bytes=int(every * shards / 12) + 1)
-        assert stream(bound, 96, 9600, 4800) == (min(bound.features.disk_bytes, every), made)
-    both = changed(changed(recipe, "train", together=True), "features", disk_bytes=int(every * 9 / 12) + 1)
-    assert stream(both, 96, 9600, 4800)[1] == 1.25  # one pass of two epochs; 1.75 of them one after the other
-    assert stream(recipe, 40, 4000, 2000)[0] == disk_bytes(recipe, 40, 4000)
-    few = changed(changed(recipe, "train", window=1), "features", disk_bytes=int(every * 5 / 12))  # of 1,000 shards
-    assert stream(few, 8000, 800_000, 400_000)[0] == few.features.disk_bytes
+        bound = changed(recipe, "features", disk_bytes=int(total * shards / 12) + 1)
+        assert simulate_window(bound, 96, 9600, 4800) == (min(bound.features.disk_bytes, total), made)
+    both = changed(changed(recipe, "train", together=True), "features", disk_bytes=int(total * 9 / 12) + 1)
+    assert simulate_window(both, 96, 9600, 4800)[1] == 1.25  # one pass of two epochs; 1.75 of them one after the other
+    assert simulate_window(recipe, 40, 4000, 2000)[0] == disk_bytes(recipe, 40, 4000)
+    few = changed(changed(recipe, "train", window=1), "features", disk_bytes=int(total * 5 / 12))  # of 1,000 shards
+    assert simulate_window(few, 8000, 800_000, 400_000)[0] == few.features.disk_bytes
     with pytest.raises(PipelineError, match=r"disk_bytes=1,000, but the 6 shards that training may need at once"):
-        stream(changed(recipe, "features", disk_bytes=1000), 96, 9600, 4800)
+        simulate_window(changed(recipe, "features", disk_bytes=1000), 96, 9600, 4800)
     large = changed(changed(recipe, "train", window=None, tokens=10**9), "features", disk_bytes=None)
-    assert stream(large, 1e8, 1e10, 5e9) == (8e9, 0.4)  # a fifth of a pass, for each draft
+    assert simulate_window(large, 1e8, 1e10, 5e9) == (8e9, 0.4)  # a fifth of a pass, for each draft
 
 
-def test_a_plan_of_a_stream_says_how_many_workers_keep_up(tiny_recipe):
-    """At a tenth of training's speed, and its passes: two drafts of an epoch each, all of which is made anew."""
-    given = {"dump-speed": 100.0, "train-speed": 1000.0, "decode-ms": 36.0}
+def test_a_plan_of_a_window_has_the_workers_that_keep_up_with_training(tiny_recipe):
+    """The dump has a tenth of training's speed; two drafts of an epoch each read states that are all computed again."""
+    known_speeds = {"dump-speed": 100.0, "train-speed": 1000.0, "decode-ms": 36.0}
     recipe = changed(changed(tiny_recipe, "train", window=1, epochs=1, ranks=1), "features", keep="window")
-    figures = make(recipe, given).figures
+    figures = make(recipe, known_speeds).figures
     assert figures["train: dump workers"] == 10
     assert figures["dump: hours"] > figures["train: eagle: hours"] + figures["train: jakiro: hours"]
     hours = {key.removesuffix(": hours"): value for key, value in figures.items() if key.endswith(": hours")}
     assert hours.pop("all") == pytest.approx(sum(hours.values()), abs=4e-6)  # on a CPU they share its cores
-    elsewhere = make(changed(changed(recipe, "target", device="cuda"), "train", together=True), given).figures
+    elsewhere = make(changed(changed(recipe, "target", device="cuda"), "train", together=True), known_speeds).figures
     needs = (elsewhere[f"train: {name}: memory"] for name in recipe.to_train)
     assert elsewhere["train: memory of all"] == pytest.approx(sum(needs))
     assert elsewhere["all: hours"] == pytest.approx(elsewhere["dump: hours"] + hours["eval"], abs=2e-6)
@@ -167,8 +165,8 @@ def test_a_plan_of_a_stream_says_how_many_workers_keep_up(tiny_recipe):
 def test_the_planned_bytes_of_a_row_are_those_of_the_files(tmp_path, dtype, layers):
     spec = FeatureSpec(32, dtype, "", "", "", "", auxiliary_layers=" ".join(map(str, layers)))
     states_TSD = torch.ones(9, 1 + len(layers), 32, dtype=row_dtype(dtype))
-    given = [states_TSD[:, 0], states_TSD[:, 1:] if layers else None]
-    row = Row("abcdefgh-0123", np.ones(9, np.int32), np.ones(9, np.uint8), *given)
+    states = [states_TSD[:, 0], states_TSD[:, 1:] if layers else None]
+    row = Row("abcdefgh-0123", np.ones(9, np.int32), np.ones(9, np.uint8), *states)
     sizes = []
     for count in (10, 110):
         manifest = write_features(tmp_path / str(count), spec, {"train": [[row] * count]})
@@ -177,27 +175,27 @@ def test_the_planned_bytes_of_a_row_are_those_of_the_files(tmp_path, dtype, laye
     assert (sizes[1] - sizes[0]) / 100 == pytest.approx(planned, rel=0.01)
 
 
-def test_what_a_device_that_is_not_here_would_take_is_unknown_until_its_speed_is_given(tiny_recipe, monkeypatch):
+def test_hours_on_a_missing_device_are_unknown_without_its_speed(tiny_recipe, monkeypatch):
     monkeypatch.setattr("pipeline.basics.accelerator.accelerator", lambda: None)
-    known = {"dump-speed": 1000.0, "train-speed": 1000.0}
+    known_speeds = {"dump-speed": 1000.0, "train-speed": 1000.0}
     recipe = changed(changed(tiny_recipe, "target", device="cuda"), "eval", repeats=2)
-    missing = make(recipe, {**known, "decode-ms": None})
+    missing = make(recipe, {**known_speeds, "decode-ms": None})
     assert missing.rows[-1][1:3] == ["time", "unknown"] and missing.figures["eval: hours"] is None
     assert ["eval", "time", "unknown with 1 worker, 1 GPUs", "no such device here: give --decode-ms"] in missing.rows
-    given = make(recipe, {**known, "decode-ms": 36.0})
-    assert given.figures["eval: hours"] == pytest.approx(24 * 8 * 0.036 / 3600, abs=1e-6)
-    eight = make(changed(recipe, "eval", workers=8, gpus_per_worker=2), {**known, "decode-ms": 36.0 * 8e3})
+    plan = make(recipe, {**known_speeds, "decode-ms": 36.0})
+    assert plan.figures["eval: hours"] == pytest.approx(24 * 8 * 0.036 / 3600, abs=1e-6)
+    eight = make(changed(recipe, "eval", workers=8, gpus_per_worker=2), {**known_speeds, "decode-ms": 36.0 * 8e3})
     assert eight.figures["eval: hours"] == pytest.approx(24 * 8 * 36 / 3600, abs=1e-6)
     assert ["eval", "time", "1.9 h with 8 workers, 16 GPUs"] in [row[:3] for row in eight.rows]
-    spread = make(changed(recipe, "target", device="spread"), {**known, "decode-ms": 36.0})
+    spread = make(changed(recipe, "target", device="spread"), {**known_speeds, "decode-ms": 36.0})
     assert ["eval", "time", "7 s with 1 worker, over all GPUs"] in [row[:3] for row in spread.rows]
-    whole = sum(given.figures[f"{stage}: hours"] for stage in ("dump", "train: eagle", "train: jakiro", "eval"))
-    assert given.rows[-1] == ["all", "time", duration(3600 * whole), "their sum"]
+    total = sum(plan.figures[f"{stage}: hours"] for stage in ("dump", "train: eagle", "train: jakiro", "eval"))
+    assert plan.rows[-1] == ["all", "time", duration(3600 * total), "their sum"]
 
 
-def test_a_full_disk_is_not_told_to_store_what_it_stores_already():
-    assert "stored_dtype='float8_e4m3fn'" in disk_warning("bfloat16")
-    assert "stored_dtype" not in disk_warning("float8_e4m3fn")
+def test_the_disk_warning_does_not_propose_the_dtype_that_is_used():
+    assert "stored_dtype='float8_e4m3fn'" in format_disk_warning("bfloat16")
+    assert "stored_dtype" not in format_disk_warning("float8_e4m3fn")
 
 
 def test_answers_of_all_methods_temperatures_and_turns(tiny_recipe, tmp_path):
@@ -207,13 +205,13 @@ def test_answers_of_all_methods_temperatures_and_turns(tiny_recipe, tmp_path):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     benchmarks = {"heldout": BenchmarkConfig(source="heldout", prompts=2), "mine": BenchmarkConfig(source=str(path))}
     changes = {"temperatures": [0.0, 0.7, 1.0], "repeats": 3, "benchmarks": benchmarks}
-    assert answers(changed(tiny_recipe, "eval", **changes)) == (2 + 3) * (3 + 3 + 3) * 3
+    assert count_answers(changed(tiny_recipe, "eval", **changes)) == (2 + 3) * (3 + 3 + 3) * 3
 
 
-def test_ranks_are_the_recipes_else_one_for_each_of_its_gpus_or_of_the_machines():
+def test_ranks_default_to_the_gpus_of_the_recipe_or_the_machine():
     assert TrainConfig(ranks=2, gpus=[0, 1, 2]).ranks_of(8) == 2
     assert TrainConfig(gpus=[0, 1, 2]).ranks_of(8) == 3
-    assert [TrainConfig().ranks_of(there) for there in (8, 0)] == [8, 1]
+    assert [TrainConfig().ranks_of(count) for count in (8, 0)] == [8, 1]
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
@@ -232,7 +230,7 @@ def test_ranks_are_the_recipes_else_one_for_each_of_its_gpus_or_of_the_machines(
     ],
 )
 def test_memory_of_a_rank(tiny_recipe, dtype, stage, ranks, bytes_a_parameter):
-    """d = 32, 260 tokens of which the draft knows 128."""
+    """The hidden size is 32; the target has 260 tokens, the draft 128 of them."""
     recipe, size = changed(tiny_recipe, "train", dtype=dtype, zero_stage=stage), 4 if dtype == "float32" else 2
     draft = planned(recipe)
     embed_head = (260 + 128) * 32 * size
@@ -242,7 +240,7 @@ def test_memory_of_a_rank(tiny_recipe, dtype, stage, ranks, bytes_a_parameter):
 
 
 def test_memory_of_decoding_while_training(tiny_recipe):
-    """The target comes beside a step where it decodes at every validation, after the last one where it decodes once."""
+    """The target is in memory next to a step if it decodes at every validation, else after the last step."""
     recipe = changed(tiny_recipe, "train", dtype="float32")
     draft = planned(recipe)
     kinds = ("never", "always", "last")
@@ -254,16 +252,16 @@ def test_memory_of_decoding_while_training(tiny_recipe):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_of_a_step(tiny_recipe, dtype):
-    """Micro-batches of 4 x 159 inputs, two branches; a CPU takes 128 of their rows at a time, a GPU that is not here
-    as many as one of 80 GB would.
+    """Micro-batches have 4 x 159 inputs and two branches; a CPU takes 128 of their rows at a time, a GPU that this
+    machine lacks as many as one of 80 GB.
     """
     recipe, size = changed(tiny_recipe, "train", dtype=dtype), 4 if dtype == "float32" else 2
     draft, tokens = planned(recipe), 4 * 159
-    rest = 2 * tokens * 32 * size + 32 * (tokens * size + 4 * (158 + 157) * (2 * size + 4 * 2))
-    kept = activation_bytes(recipe, draft, recompute=False)
-    assert step_bytes(recipe, draft) == kept + rest + 128 * 128 * (2 * (size + 4) + 2 * (2 * size + 4))
+    inputs = 2 * tokens * 32 * size + 32 * (tokens * size + 4 * (158 + 157) * (2 * size + 4 * 2))
+    activations = activation_bytes(recipe, draft, recompute=False)
+    assert step_bytes(recipe, draft) == activations + inputs + 128 * 128 * (2 * (size + 4) + 2 * (2 * size + 4))
     elsewhere = changed(recipe, "target", device="auto")
-    assert step_bytes(elsewhere, draft) == kept + rest + tokens * 128 * (2 * (size + 4) + 2 * (2 * size + 4))
+    assert step_bytes(elsewhere, draft) == activations + inputs + tokens * 128 * (2 * (size + 4) + 2 * (2 * size + 4))
 
 
 FORWARDS = {
@@ -278,7 +276,7 @@ FORWARDS = {
 
 @pytest.mark.parametrize("name", FORWARDS)
 @pytest.mark.parametrize("recompute", [False, True])
-def test_what_a_forward_keeps_is_what_a_real_one_keeps(tiny_recipe, embed_head, name, recompute):
+def test_counted_activations_equal_those_of_a_real_forward(tiny_recipe, embed_head, name, recompute):
     recipe, config = changed(tiny_recipe, "train", micro_batch=2), FORWARDS[name]
     draft = build(config, shapes_of(load_config(recipe.target)))
     draft.initialise(0)
@@ -294,24 +292,24 @@ def test_what_a_forward_keeps_is_what_a_real_one_keeps(tiny_recipe, embed_head, 
         *embed_head.decoder.buffers(),
         embed_head.embedding_VD,
     )
-    known = {x.data_ptr() for x in (*weights, hidden_BTD, states_BTSD)}
-    kept, alive = {}, []
+    excluded = {x.data_ptr() for x in (*weights, hidden_BTD, states_BTSD)}
+    sizes, tensors = {}, []
 
     def keep(tensor):
-        alive.append(tensor)
-        if tensor.untyped_storage().data_ptr() not in known:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        tensors.append(tensor)
+        if tensor.untyped_storage().data_ptr() not in excluded:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        positions = everywhere(config, 2, 159)
+        positions = all_positions(config, 2, 159)
         draft(Batch(hidden_BTD, tokens_BT, hidden_BTD, positions, {}, None, states_BTSD, before_BT=tokens_BT))
     counted = activation_bytes(recipe, planned(recipe, config), recompute)
-    assert counted == pytest.approx(sum(kept.values()), rel=0.02)
+    assert counted == pytest.approx(sum(sizes.values()), rel=0.02)
 
 
-def test_memory_of_evaluation_is_the_targets_and_more(tiny_recipe):
-    """float32; packing keeps both forms of the weights for a while."""
+def test_memory_of_evaluation(tiny_recipe):
+    """All is in float32; packing keeps both forms of the weights for a while."""
     weights = 4 * parameter_count_of(tiny_recipe.target)
     plain = evaluation_bytes(tiny_recipe)
     cache = 2 * 2 * 2 * 8 * (160 + 8) * 4  # keys and values of 2 layers, 2 heads of 8
@@ -326,80 +324,88 @@ LLAMA_70B |= {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size":
 
 
 def by_engine(recipe: Recipe, folder: Path, config: dict, **keys) -> Recipe:
-    """The recipe with vLLM, and a target of which only the configuration is there."""
+    """Return the recipe with vLLM, and a target that has only a configuration."""
     (folder / "config.json").write_text(json.dumps(config))
-    own = {"model": str(folder), "dtype": "bfloat16", "engine": "vllm", "engine_python": "/no/python", "device": "auto"}
-    return changed(changed(recipe, "target", **own, **keys), "features", auxiliary_layers=[2, 40, 77], workers=2)
+    target = {
+        "model": str(folder),
+        "dtype": "bfloat16",
+        "engine": "vllm",
+        "engine_python": "/no/python",
+        "device": "auto",
+    }
+    return changed(changed(recipe, "target", **target, **keys), "features", auxiliary_layers=[2, 40, 77], workers=2)
 
 
 @pytest.mark.parametrize(("parallel", "keys_values"), [(4, 2 * 80 * 2 * 128 * 2), (16, 2 * 80 * 1 * 128 * 2)])
 def test_a_gpu_of_an_engine_is_divided_as_vllm_divides_it(tiny_recipe, tmp_path, parallel, keys_values):
-    """Heads are shared, eight of keys and values by 16 GPUs, too; states are on each. With four GPUs vLLM 0.32 itself
-    gives 2,359,296 bytes to a block of 16 tokens.
+    """Eight key-value heads are shared by 4 or by 16 GPUs; states are on each GPU. With four GPUs vLLM 0.32 itself
+    allocates 2,359,296 bytes for a block of 16 tokens.
     """
     recipe = by_engine(tiny_recipe, tmp_path, LLAMA_70B)
     weights = 2 * 128256 * 8192 + 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192) + 8192
     step = 16384 * (12 * 8192 + 3 * 28672 / parallel) * 2
     stored = engine.weight_bytes(recipe.target)
-    found = engine.engine_memory(recipe, 80e9, parallel, stored)
-    assert (found.weights, found.step) == (weights * 2 / parallel, step)
-    assert (found.keys_values, found.states) == (keys_values, 4 * 8192 * 2)
-    assert parallel != 4 or 16 * (found.keys_values + found.states) == 2_359_296
-    assert found.cache == pytest.approx(0.92 * 80e9 - weights * 2 / parallel - step)
-    assert found.tokens == int(found.cache / (keys_values + 65536))
-    asked = {"gpu_memory_utilization": 0.5, "max_num_batched_tokens": 1024}
-    other = engine.engine_memory(changed(recipe, "target", engine_options=asked), 80e9, parallel, stored)
-    assert other.step == step / 16 and other.cache == pytest.approx(0.5 * 80e9 - weights * 2 / parallel - step / 16)
+    usage = engine.engine_memory(recipe, 80e9, parallel, stored)
+    assert (usage.weights, usage.step) == (weights * 2 / parallel, step)
+    assert (usage.keys_values, usage.states) == (keys_values, 4 * 8192 * 2)
+    assert parallel != 4 or 16 * (usage.keys_values + usage.states) == 2_359_296
+    assert usage.cache == pytest.approx(0.92 * 80e9 - weights * 2 / parallel - step)
+    assert usage.capacity == int(usage.cache / (keys_values + 65536))
+    options = {"gpu_memory_utilization": 0.5, "max_num_batched_tokens": 1024}
+    second = engine.engine_memory(changed(recipe, "target", engine_options=options), 80e9, parallel, stored)
+    assert second.step == step / 16 and second.cache == pytest.approx(0.5 * 80e9 - weights * 2 / parallel - step / 16)
 
 
 def test_the_engines_that_fit_the_gpus_of_a_recipe(tiny_recipe, tmp_path):
     recipe = by_engine(tiny_recipe, tmp_path, LLAMA_70B, tensor_parallel=2)
     stored = engine.weight_bytes(recipe.target)
-    assert [engine.smallest(recipe, gpu, stored) for gpu in (2e9, 48e9, 80e9, 141e9)] == [None, 4, 4, 2]
+    assert [engine.find_smallest_parallel(recipe, gpu, stored) for gpu in (2e9, 48e9, 80e9, 141e9)] == [None, 4, 4, 2]
     long = changed(recipe, "target", engine_options={"max_model_len": 400_000})
     assert (
-        engine.smallest(long, 80e9, stored) == 8
-    )  # 58 GB of a text's cache do not fit beside a quarter of the weights
-    said = {row[0]: row[2] for row in engine.rows(recipe, 1000.0)}  # on GPUs of 80 GB, where none is here
+        engine.find_smallest_parallel(long, 80e9, stored) == 8
+    )  # the text's cache of 58 GB does not fit next to a quarter of the weights
+    texts = {
+        row[0]: row[2] for row in engine.engine_rows(recipe, 1000.0)
+    }  # on GPUs of 80 GB, which are assumed without a GPU
     assert recipe.worker_gpus == 2 and changed(recipe, "target", device="cpu").worker_gpus is None
-    assert said["engines"] == "2 of 2 GPUs, 4 in all; the target does not fit: from tensor_parallel=4 on it does"
-    four = {row[0]: row[2] for row in engine.rows(changed(recipe, "target", tensor_parallel=4), 5000.0)}
+    assert texts["engines"] == "2 of 2 GPUs, 4 in all; the target does not fit: from tensor_parallel=4 on it does"
+    four = {row[0]: row[2] for row in engine.engine_rows(changed(recipe, "target", tensor_parallel=4), 5000.0)}
     page = (ROOT / "docs/a-70b-target.md").read_text()
-    for said in (four["memory"].replace(" a GPU", ""), four["cache"].split(" tokens")[0].replace(" a GPU,", ":")):
-        assert said in page, said
-    eight = {row[0]: row[2] for row in engine.rows(changed(recipe, "target", tensor_parallel=8), None)}
+    for text in (four["memory"].replace(" a GPU", ""), four["cache"].split(" tokens")[0].replace(" a GPU,", ":")):
+        assert text in page, text
+    eight = {row[0]: row[2] for row in engine.engine_rows(changed(recipe, "target", tensor_parallel=8), None)}
     assert eight["engines"] == "2 of 8 GPUs, 16 in all; with tensor_parallel=4 4 engines fit"
     assert eight["memory"] == "21.2 GB a GPU, 17.6 of it weights"
     assert eight["cache"] == "52.4 GB a GPU, 491,924 tokens of 0.106 MB, 62% of it states"
     windowed = by_engine(tiny_recipe, tmp_path, LLAMA_70B | {"model_type": "mistral", "sliding_window": 4096})
-    assert "how many tokens is not known" in {row[0]: row[2] for row in engine.rows(windowed, None)}["cache"]
+    assert "how many tokens is not known" in {row[0]: row[2] for row in engine.engine_rows(windowed, None)}["cache"]
 
 
 def test_quantised_weights_take_what_their_files_take(tiny_recipe, tmp_path):
     recipe = by_engine(tiny_recipe, tmp_path, LLAMA_70B | {"quantization_config": {"quant_method": "fp8"}})
-    assert engine.weight_bytes(recipe.target) is None  # no file tells
-    assert "unknown" in {row[0]: row[2] for row in engine.rows(recipe, None)}["memory"]
+    assert engine.weight_bytes(recipe.target) is None  # no file has the size
+    assert "unknown" in {row[0]: row[2] for row in engine.engine_rows(recipe, None)}["memory"]
     index = {"metadata": {"total_size": 72_000_000_000}, "weight_map": {}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert engine.weight_bytes(recipe.target) == 72e9
 
 
-def test_a_plan_with_an_engine_invents_no_speed(tiny_recipe):
+def test_a_plan_with_an_engine_requires_its_speed(tiny_recipe):
     recipe = changed(tiny_recipe, "target", engine="vllm", engine_python="/no/python")
-    known = {"train-speed": 1000.0, "decode-ms": 36.0}
-    missing = make(recipe, {**known, "dump-speed": None})
+    known_speeds = {"train-speed": 1000.0, "decode-ms": 36.0}
+    missing = make(recipe, {**known_speeds, "dump-speed": None})
     assert ["dump", "states", "unknown", "tokens/s are not known"] in missing.rows
     assert "no such engine here: give --dump-speed" in {row[3] for row in missing.rows}
     assert missing.figures["dump: hours"] is missing.figures["dump: states"] is None
-    given = make(recipe, {**known, "dump-speed": 1000.0})
-    assert given.figures["dump: states"] == 1000 * 32 * 4  # float32 on their way, bfloat16 in the shards
-    own = make(changed(recipe, "data", answers="target"), {**known, "dump-speed": None})
-    assert "answering is not timed: give --dump-speed" in {row[3] for row in own.rows}
-    said = "0.128 MB/s a worker to shared memory, 0.069 MB/s to disk"
-    assert ["dump", "states", said, "bytes a token x tokens/s"] in given.rows
+    plan = make(recipe, {**known_speeds, "dump-speed": 1000.0})
+    assert plan.figures["dump: states"] == 1000 * 32 * 4  # float32 on their way, bfloat16 in the shards
+    answering = make(changed(recipe, "data", answers="target"), {**known_speeds, "dump-speed": None})
+    assert "answering is not timed: give --dump-speed" in {row[3] for row in answering.rows}
+    text = "0.128 MB/s a worker to shared memory, 0.069 MB/s to disk"
+    assert ["dump", "states", text, "bytes a token x tokens/s"] in plan.rows
 
 
-def test_an_engine_that_is_here_is_timed(tiny_recipe, tmp_path):
+def test_a_local_engine_is_timed(tiny_recipe, tmp_path):
     python = environment(tmp_path / "environment")
     plan = make(
         changed(tiny_recipe, "target", engine="vllm", engine_python=python),
@@ -418,12 +424,12 @@ def test_gpus_that_cannot_share_the_heads_are_refused(tiny_recipe, tmp_path, par
         make(recipe, dict.fromkeys(("dump-speed", "train-speed", "decode-ms")))
 
 
-def test_an_engines_gpus_are_one_machines(tiny_recipe, tmp_path, monkeypatch):
+def test_an_engine_uses_gpus_of_one_machine(tiny_recipe, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
     target = by_engine(tiny_recipe, tmp_path, LLAMA_70B, tensor_parallel=4).target
-    engine.require_gpus(target, elsewhere=True)
+    engine.require_gpus(target, other_machine=True)
     with pytest.raises(PipelineError, match="tensor_parallel=4, but this machine has 2 GPUs"):
-        engine.require_gpus(target, elsewhere=False)
+        engine.require_gpus(target, other_machine=False)
 
 
 @pytest.mark.parametrize(
@@ -439,5 +445,5 @@ def test_a_plan_warns_of_a_warm_up_that_training_may_refuse(more, warned, tiny_t
     tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
     tree["train"] |= more
     recipe = load_recipe(str(write_recipe(tree, tmp_path / "tiny.toml")), [])
-    lines = list(warnings(make(recipe, dict.fromkeys(SPEEDS, 1.0))))
+    lines = list(find_warnings(make(recipe, dict.fromkeys(SPEEDS, 1.0))))
     assert ["refuses train.warmup_steps=900 of about " in line for line in lines] == [True] * warned

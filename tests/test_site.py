@@ -1,4 +1,4 @@
-"""The site: it is built without a warning, its reference is of the code, its commands are ones, it fits windows."""
+"""Tests of the site: it builds without a warning, its reference and commands agree with the code, it fits windows."""
 
 import functools
 import html
@@ -38,7 +38,7 @@ def text(site: Path, page: str) -> str:
     return re.sub(r"<[^>]+>", "", (site / page).read_text())
 
 
-def test_the_reference_is_of_the_code(site):
+def test_the_reference_matches_the_code(site):
     recipe, drafts, options = (text(site, f"reference/{name}.html") for name in ("recipe", "drafts", "options"))
     for name, field in Recipe.model_fields.items():
         keys = getattr(field.annotation, "model_fields", {name: None})
@@ -52,24 +52,24 @@ def test_the_reference_is_of_the_code(site):
         message for message in messages if re.search(r"\{[^{}]*[('=!][^{}]*\}", message)
     ]  # no Python, but names
     searched = json.loads((site / "search/search_index.json").read_text())["docs"]
-    found = {entry["location"].partition("#")[0] for entry in searched}
-    assert {"tutorials/laptop.html", "reference/recipe.html", "results/experts.html"} <= found
+    locations = {entry["location"].partition("#")[0] for entry in searched}
+    assert {"tutorials/laptop.html", "reference/recipe.html", "results/experts.html"} <= locations
 
 
-def test_options_of_commands_in_the_pages_are_ones(site):
+def test_options_in_pages_exist(site):
     options = text(site, "reference/options.html")
-    known = {name: set() for name in jakiro.COMMANDS}
+    options_of = {name: set() for name in jakiro.COMMANDS}
     for part in options.split("usage: jakiro ")[1:]:
-        known[part.split()[0]] |= set(re.findall(r"--[a-z][\w-]*", part))
+        options_of[part.split()[0]] |= set(re.findall(r"--[a-z][\w-]*", part))
     for page in PAGES:
         for block in re.findall(r"```\w*\n(.*?)```", page.read_text(), re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
                 if command := re.match(r"(?:\.venv/bin/)?jakiro ([a-z-]+)(.*)", line.partition("  #")[0]):
                     used = set(re.findall(r"(?<!\S)--[a-z][\w-]*", command[2]))
-                    assert used <= known[command[1]], f"{page.name}: {line}"
+                    assert used <= options_of[command[1]], f"{page.name}: {line}"
 
 
-def test_every_key_of_a_recipe_says_what_it_is(site):
+def test_every_key_of_a_recipe_has_a_comment(site):
     page = (site / "reference/recipe.html").read_text()
     rows = re.findall(r"<tr>\s*<td><code>(\w+)</code></td>\s*(?:<td>.*?</td>\s*){2}<td>(.*?)</td>", page, re.DOTALL)
     kinds = [field.annotation for field in Recipe.model_fields.values()]
@@ -99,7 +99,7 @@ WITH_TABLES = ["commands.html", "serving.html", "reference/recipe.html"]
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
 def test_pages_fit_a_phones_window_and_a_wide_one_and_show_all_cells_of_small_tables(site):
-    """No page is wider than the window: what is wide (tables, commands) scrolls by itself. Words stay whole."""
+    """No page is wider than the window: wide tables and commands scroll by themselves. Words are not broken."""
     shown = [(page, width) for page in [*WITH_TABLES, "index.html", "tutorials/laptop.html"] for width in (500, 1300)]
     shown += [(page, 400) for page in WITH_TABLES]
     (site / "probe.html").write_text("".join(FRAME.format(page=page, width=width) for page, width in shown) + MEASURE)
@@ -110,8 +110,8 @@ def test_pages_fit_a_phones_window_and_a_wide_one_and_show_all_cells_of_small_ta
         command.append(f"http://127.0.0.1:{server.server_port}/probe.html")
         done = subprocess.run(command, capture_output=True, text=True)
         server.shutdown()
-    found = json.loads(re.search("<title>(.*)</title>", done.stdout)[1])
-    for (page, width), (needed, tables, hidden, broken) in zip(shown, found, strict=True):
+    measured = json.loads(re.search("<title>(.*)</title>", done.stdout)[1])
+    for (page, width), (needed, tables, hidden, broken) in zip(shown, measured, strict=True):
         if width == 400:
             assert tables and not hidden and not broken, page
         else:

@@ -1,5 +1,5 @@
-"""The part of `infra.check` that decodes: the harness's own gate on a small random target, with drafts that know its
-answers.
+"""The part of `infra.check` that decodes: the harness's losslessness gate on a small random target, with drafts that
+were trained on its answers.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from eval.measure import report
 from eval.measure.harness import EvalTask, Harness, pooled
 from eval.measure.prompts import Prompt
-from infra.check.shapes import Given, new_methods, save_small_target
+from infra.check.shapes import CheckSettings, new_methods, save_small_target
 from pipeline.artifacts import reports
 from pipeline.decoding.config import LoadedMethod, TreeConfig
 from pipeline.decoding.generate import Sampling, plain
@@ -20,68 +20,69 @@ from pipeline.lm.chat import prompt_ids
 from pipeline.lm.model import Target
 from pipeline.recipe.recipe import Recipe
 
-TEACHING = 150  # steps that teach a draft the small target's answers, so that candidates are accepted
+TRAINING_STEPS = 150  # of a draft on the small target's answers, so that candidates are accepted
 
 
-def lossless(given: Given) -> dict[str, Any]:
-    """The harness's own gate on a small target: both dtypes, eager and compiled, at both temperatures."""
-    folder = given.folder / "small"
-    save_small_target(folder, given.shape.small)
-    sets = ["eval.temperatures=[0.0, 1.0]", f"eval.max_new_tokens={given.shape.answer}"]
-    sets += ["eval.repeats=1"]
-    recipe = given.recipe_of(folder, *sets)
-    taught: dict[str, dict[str, torch.Tensor]] = {}
+def measure_lossless(settings: CheckSettings) -> dict[str, Any]:
+    """Run the harness's gate on a small target: both dtypes, eager and compiled, at both temperatures."""
+    folder = settings.folder / "small"
+    save_small_target(folder, settings.shape.small_width)
+    overrides = ["eval.temperatures=[0.0, 1.0]", f"eval.max_new_tokens={settings.shape.answer_tokens}"]
+    overrides += ["eval.repeats=1"]
+    recipe = settings.recipe_of(folder, *overrides)
+    trained_weights: dict[str, dict[str, torch.Tensor]] = {}
     results = []
-    for dtype in ("float32", given.half):
+    for dtype in ("float32", settings.half_dtype):
         for compiled in (False, True):
             target = Target(recipe.target, dtype)
-            untaught = {} if taught else new_methods(recipe, target)
-            taught |= {name: teach(one.draft, target, given) for name, one in untaught.items()}
-            methods = new_methods(recipe, target, taught)
+            random_methods = {} if trained_weights else new_methods(recipe, target)
+            for name, random in random_methods.items():
+                trained_weights[name] = train_on_answers(random.draft, target, settings)
+            methods = new_methods(recipe, target, trained_weights)
             if compiled:
-                target.compile(**given.compiler)
+                target.compile(**settings.compiler)
             else:
                 tree = TreeConfig(paths="eagle-1", siblings="drawn")
                 methods["eagle-drawn"] = LoadedMethod(methods["eagle"].draft, tree)
-            measured = report.by_place(decoded(recipe, target, methods, given.shape.prompts))
-            for (_, temperature, method), found in measured.items():
-                gate = {"passed": bool(found["lossless"].value), **found["lossless"].details}
-                kept = {"draft": method, "temperature": temperature, "tau": found["tau"].value, "gate": gate}
-                results.append({"dtype": dtype, "compiled": compiled, **kept})
-    passed = all(one["gate"]["passed"] for one in results)
-    return {"passed": passed, "proofs": dict(map(proof, results)), "results": results}
+            measured = report.by_place(decode_rows(recipe, target, methods, settings.shape.prompts))
+            for (_, temperature, method), metrics in measured.items():
+                gate = {"passed": bool(metrics["lossless"].value), **metrics["lossless"].details}
+                figures = {"draft": method, "temperature": temperature, "tau": metrics["tau"].value, "gate": gate}
+                results.append({"dtype": dtype, "compiled": compiled, **figures})
+    passed = all(result["gate"]["passed"] for result in results)
+    return {"passed": passed, "proofs": dict(map(format_gate, results)), "results": results}
 
 
-def proof(one: dict[str, Any]) -> tuple[str, str]:
-    """(what was decoded, what the gate says of it) of a result."""
-    gate, kind = one["gate"], "compiled" if one["compiled"] else "eager"
-    what = f"{one['dtype']}, {kind}, T = {one['temperature']:g}, {one['draft']}"
-    shown = f"{gate['identical']} of {gate['checked']} identical, {gate['near_ties']} near ties"
+def format_gate(result: dict[str, Any]) -> tuple[str, str]:
+    """Return (what was decoded, the gate's outcome) of a result as text."""
+    gate, kind = result["gate"], "compiled" if result["compiled"] else "eager"
+    label = f"{result['dtype']}, {kind}, T = {result['temperature']:g}, {result['draft']}"
+    text = f"{gate['identical']} of {gate['checked']} identical, {gate['near_ties']} near ties"
     if gate["drawn"]:
-        shown = f"fit p = {gate['fit']:.2g}"
-    shown += f", drift {gate['largest_drift']:.0e} in {gate['rounds']} rounds" if gate["rounds"] else ""
+        text = f"fit p = {gate['fit']:.2g}"
+    text += f", drift {gate['largest_drift']:.0e} in {gate['rounds']} rounds" if gate["rounds"] else ""
     verdict = "lossless" if gate["passed"] else "NOT LOSSLESS"
-    return what, f"{verdict}: {shown}; tau {one['tau']:.2f}"
+    return label, f"{verdict}: {text}; tau {result['tau']:.2f}"
 
 
-def decoded(recipe: Recipe, target: Target, methods: dict[str, LoadedMethod], count: int) -> list[reports.Row]:
-    """The rows of so many random prompts."""
+def decode_rows(recipe: Recipe, target: Target, methods: dict[str, LoadedMethod], count: int) -> list[reports.Row]:
+    """Decode `count` random prompts and return the report's rows."""
     harness = Harness(recipe, target, methods)
-    tasks = [EvalTask("random", prompt, t) for t in recipe.eval.temperatures for prompt in prompts(count)]
+    tasks = [EvalTask("random", prompt, t) for t in recipe.eval.temperatures for prompt in random_prompts(count)]
     records, gates, _ = pooled([(task.benchmark, harness.decode(task)) for task in tasks])
     return report.rows(records, gates, {name: {} for name in methods})
 
 
-def prompts(count: int) -> list[Prompt]:
+def random_prompts(count: int) -> list[Prompt]:
     generator = torch.Generator().manual_seed(1)
     texts = [" ".join(map(str, torch.randint(256, (8 + 4 * n,), generator=generator).tolist())) for n in range(count)]
     return [Prompt(str(number), "random", (text,)) for number, text in enumerate(texts)]
 
 
-def teach(draft: TrainedDraft, target: Target, given: Given) -> dict[str, torch.Tensor]:
-    """The draft's weights once it knows the target's greedy answers to the prompts."""
-    rows, sampling = [], Sampling(given.shape.answer, frozenset(target.stop_ids()))
-    for prompt in prompts(given.shape.prompts):
+def train_on_answers(draft: TrainedDraft, target: Target, settings: CheckSettings) -> dict[str, torch.Tensor]:
+    """Train the draft on the target's greedy answers to the random prompts and return its weights."""
+    rows, sampling = [], Sampling(settings.shape.answer_tokens, frozenset(target.stop_ids()))
+    for prompt in random_prompts(settings.shape.prompts):
         ids = prompt_ids(target.tokenizer, [{"role": "user", "content": prompt.turns[0]}])
         tokens = torch.tensor(ids + plain(target, ids, sampling).tokens)
         mask = torch.ones(len(tokens), dtype=torch.uint8).numpy()
@@ -90,7 +91,7 @@ def teach(draft: TrainedDraft, target: Target, given: Given) -> dict[str, torch.
     totals = dict.fromkeys(objective.groups, sum(len(row.input_ids) for row in rows))
     batch = collate(rows, objective, totals).to(target.device, target.dtype)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=5e-3)
-    for _ in range(TEACHING):
+    for _ in range(TRAINING_STEPS):
         optimizer.zero_grad()
         objective.loss(draft, batch)[0].backward()
         optimizer.step()

@@ -1,9 +1,8 @@
-"""What `infra.check` measures: shapes of a target, a random one in the GPU's memory, and what is dumped and trained of
-it.
+"""The shapes of the target that `infra.check` measures, a random target in the GPU's memory, and its random data.
 
-The large target has no file of weights: `RandomLlama` is made where it will run, whatever loads it, with random values
-of the usual scale. Its folder holds what else is read of a target: configuration, tokenizer, embedding and
-head, which training reads from the file. The small one is saved whole, like any other.
+The large target has no file of weights: `RandomLlama` is initialised on the device that runs it, with random values of
+the usual scale. Its folder holds the other files of a target: configuration, tokenizer, and the embedding and head,
+which training reads from the file. The small target is saved with all its weights, like any other.
 """
 
 import shutil
@@ -31,29 +30,29 @@ from pipeline.recipe.recipe import Recipe
 from preprocess.dump.worker import Document
 
 RECIPE = ROOT / "infra/recipes/llama3.1-instruct-8b.toml"  # drafts, trees and training are those of the 8B recipe
-WORDS = 256  # of the tokenizer: the numbers 0 ... 255, and the end of a turn
+VOCABULARY = 256  # tokens of the tokenizer: the numbers 0 ... 255; the end of a turn comes after them
 WEIGHTS = "model.safetensors"
 GIB = 1 << 30
 
 
 def device() -> str:
-    """The device of every part: "cuda" (NVIDIA's and AMD's) where there is one, else "cpu"."""
+    """Return the device of every part: "cuda" (NVIDIA and AMD) if there is a GPU, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A target's, and how much of it is measured."""
+    """A target's configuration, and how much is measured with it."""
 
     config: dict[str, Any]
-    sets: tuple[str, ...] = ()  # of the recipe
-    documents: int = 32  # of the dump, and of the training set
-    context: int = 512  # tokens before those that are verified
-    most: int = 128  # tokens verified at once
-    small: int = 256  # hidden size of the target that losslessness is shown on
-    answer: int = 48  # tokens of its answers
-    prompts: int = 4  # that it answers
-    memory: float = 0  # GiB that the GPU has to have free
+    overrides: tuple[str, ...] = ()  # overrides of the recipe
+    documents: int = 32  # number of dialogues of the dump, and of the training set
+    context: int = 512  # tokens before the verified ones
+    max_verified: int = 128  # the most tokens verified in one pass
+    small_width: int = 256  # hidden size of the target of the losslessness gate
+    answer_tokens: int = 48  # length of its answers
+    prompts: int = 4  # number of prompts that it answers
+    min_gib: float = 0  # GiB that have to be free on the GPU
 
 
 def _llama(hidden: int, mlp: int, layers: int, heads: int, groups: int, vocabulary: int) -> dict[str, int]:
@@ -61,9 +60,9 @@ def _llama(hidden: int, mlp: int, layers: int, heads: int, groups: int, vocabula
     return {**sizes, "num_attention_heads": heads, "num_key_value_heads": groups}
 
 
-SHAPES = {  # from the largest on: without --shape the first that fits is taken
-    "8b": Shape(_llama(4096, 14336, 32, 32, 8, 128256), memory=30),
-    "1b": Shape(_llama(2048, 8192, 16, 32, 8, 128256), memory=11),
+SHAPES = {  # largest first: without --shape the first one that fits is taken
+    "8b": Shape(_llama(4096, 14336, 32, 32, 8, 128256), min_gib=30),
+    "1b": Shape(_llama(2048, 8192, 16, 32, 8, 128256), min_gib=11),
     "tiny": Shape(
         _llama(64, 128, 2, 4, 2, 512),
         (
@@ -75,9 +74,9 @@ SHAPES = {  # from the largest on: without --shape the first that fits is taken
         ),
         documents=12,
         context=32,
-        most=12,
-        small=64,
-        answer=14,
+        max_verified=12,
+        small_width=64,
+        answer_tokens=14,
         prompts=2,
     ),
 }
@@ -88,8 +87,8 @@ class RandomConfig(LlamaConfig):
 
 
 class RandomLlama(LlamaForCausalLM):
-    """A Llama with random layers, made on the device that its configuration names (`made_on`); its embedding and head
-    are the file's.
+    """A Llama with random layers, created on the device that its configuration names (`made_on`); its embedding and
+    head are read from the file.
     """
 
     config_class = RandomConfig
@@ -107,8 +106,8 @@ AutoModelForCausalLM.register(RandomConfig, RandomLlama)
 
 
 def number_tokenizer() -> PreTrainedTokenizerFast:
-    """A token a number below `WORDS`; a turn is its content and the end of it."""
-    core = Tokenizer(models.WordLevel({str(number): number for number in range(WORDS)}, unk_token="0"))
+    """Return a tokenizer with one token for each number below `VOCABULARY`; a turn is its content and an end token."""
+    core = Tokenizer(models.WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     core.add_special_tokens(["<|end|>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>", pad_token="<|end|>")
@@ -117,10 +116,10 @@ def number_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_random_target(folder: Path, shape: Shape, dtype: str) -> None:
-    """Everything of a target but its layers."""
+    """Save all files of a target, without its layers."""
     config = RandomConfig(
         **shape.config, max_position_embeddings=8192, rope_theta=500000.0, tie_word_embeddings=False, bos_token_id=None,
-        eos_token_id=WORDS, architectures=["RandomLlama"], made_on=device(),
+        eos_token_id=VOCABULARY, architectures=["RandomLlama"], made_on=device(),
     )  # fmt: skip
     config.save_pretrained(folder)
     number_tokenizer().save_pretrained(folder)
@@ -133,16 +132,16 @@ def save_random_target(folder: Path, shape: Shape, dtype: str) -> None:
 
 
 def save_small_target(folder: Path, width: int) -> None:
-    """A whole one, of two layers. Its values are large enough for answers to depend on what stands before them, and its
-    head's for a draft to guess what is drawn.
+    """Save a complete target of two layers. Its weights are large enough that answers depend on the context, and the
+    head's are large enough that a draft can guess sampled tokens.
     """
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=WORDS + 1, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
+        vocab_size=VOCABULARY + 1, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=1024, initializer_range=1.7 / width**0.5,
         tie_word_embeddings=False,
-        bos_token_id=None, eos_token_id=WORDS,
+        bos_token_id=None, eos_token_id=VOCABULARY,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     model.lm_head.weight.data.mul_(8)
@@ -150,8 +149,10 @@ def save_small_target(folder: Path, width: int) -> None:
     number_tokenizer().save_pretrained(folder)
 
 
-def documents(recipe: Recipe, shape: Shape) -> list[Document]:
-    """Random ones, of a quarter of `data.max_length` up to all of it; the first quarter of each is the prompt's."""
+def random_documents(recipe: Recipe, shape: Shape) -> list[Document]:
+    """Return random dialogues, from a quarter of `data.max_length` to its full length; the first quarter of each is the
+    prompt.
+    """
     draw, longest, vocabulary = np.random.default_rng(0), recipe.data.max_length, shape.config["vocab_size"]
     lengths = np.linspace(longest // 4, longest, shape.documents).astype(int)
     return [
@@ -165,7 +166,7 @@ def documents(recipe: Recipe, shape: Shape) -> list[Document]:
 
 
 def write_random_features(recipe: Recipe, shape: Shape) -> None:
-    """A training set whose features are random: what a step costs does not depend on what they are."""
+    """Write a training set with random features: the cost of a step does not depend on their values."""
     spec: FeatureSpec = feature_spec(recipe)
     generator, dtype = torch.Generator().manual_seed(0), row_dtype(spec.stored_dtype)
     rows = [
@@ -175,54 +176,56 @@ def write_random_features(recipe: Recipe, shape: Shape) -> None:
             document.loss_mask,
             torch.randn(len(document.input_ids), spec.hidden_size, generator=generator).to(dtype),
         )
-        for document in documents(recipe, shape)
+        for document in random_documents(recipe, shape)
     ]
     write_features(recipe.paths.features, spec, {"train": [rows]})
 
 
 @dataclass(frozen=True)
-class Given:
-    """What a part is given to work with."""
+class CheckSettings:
+    """The folder, the target's shape and the time limit of a part."""
 
     folder: Path
     shape_name: str
-    seconds: float  # until the part is ended
+    seconds: float  # time limit of the part
 
     @property
     def shape(self) -> Shape:
         return SHAPES[self.shape_name]
 
     @property
-    def half(self) -> str:
-        """The dtype of everything that is not float32 by its nature."""
-        return "bfloat16" if supported()["bfloat16"] else "float16"
+    def half_dtype(self) -> str:
+        """Return the half-precision dtype that this device supports."""
+        return "bfloat16" if native_dtypes()["bfloat16"] else "float16"
 
     @property
     def compiler(self) -> dict[str, str]:
-        """Arguments of `Target.compile`: on a CPU only its front end, which needs no C compiler."""
+        """Return the arguments of `Target.compile`: on a CPU only its front end, which requires no C compiler."""
         return {"backend": "eager" if device() == "cpu" else "inductor"}
 
     def recipe(self) -> Recipe:
-        """The recipe of the random target, whose folder is made when it is first asked for."""
+        """Return the recipe of the random target, whose folder is written on the first call."""
         folder = self.folder / "target"
         if not folder.exists():
             begun = self.folder / "target.begun"
             shutil.rmtree(begun, ignore_errors=True)
             begun.mkdir()
-            save_random_target(begun, self.shape, self.half)
+            save_random_target(begun, self.shape, self.half_dtype)
             begun.rename(folder)
         return self.recipe_of(folder)
 
-    def recipe_of(self, target: Path, *sets: str) -> Recipe:
-        """The 8B recipe on another target, for one GPU; `sets` as on a command line."""
-        own = [f"target.model={target}", f"target.device={device()}", f"output={self.folder / 'run'}"]
-        own += [f"{key}={self.half}" for key in ("target.dtype", "eval.dtype", "train.dtype", "features.stored_dtype")]
-        own += ["features.workers=1", "train.ranks=1", "train.warmup_steps=0"]
-        return load_recipe(RECIPE, [*own, "data.source=none", *self.shape.sets, *sets])
+    def recipe_of(self, target: Path, *overrides: str) -> Recipe:
+        """Return the 8B recipe for another target, on one GPU; `overrides` as after --set."""
+        assignments = [f"target.model={target}", f"target.device={device()}", f"output={self.folder / 'run'}"]
+        assignments += [
+            f"{key}={self.half_dtype}" for key in ("target.dtype", "eval.dtype", "train.dtype", "features.stored_dtype")
+        ]
+        assignments += ["features.workers=1", "train.ranks=1", "train.warmup_steps=0"]
+        return load_recipe(RECIPE, [*assignments, "data.source=none", *self.shape.overrides, *overrides])
 
 
-def supported() -> dict[str, bool]:
-    """Dtypes that the device computes in by itself; emulated ones do not count."""
+def native_dtypes() -> dict[str, bool]:
+    """Return, for each half-precision dtype, whether the device supports it natively, without emulation."""
     if device() == "cpu":
         return {"bfloat16": True, "float16": True}
     return {
@@ -234,8 +237,8 @@ def supported() -> dict[str, bool]:
 def new_methods(
     recipe: Recipe, target: Target, weights: dict[str, dict[str, torch.Tensor]] | None = None
 ) -> dict[str, LoadedMethod]:
-    """The recipe's methods, bound to the target, in its dtype: with random weights, or with these."""
-    found: dict[str, LoadedMethod] = {}
+    """Return the recipe's methods, bound to the target and in its dtype, with `weights` or random ones."""
+    methods: dict[str, LoadedMethod] = {}
     embed_head = EmbeddingAndHead(target.embedding_VD, target.head, "random")
     for name, config in recipe.draft.items():
         draft = build(config, shapes_of(target.config))
@@ -243,5 +246,5 @@ def new_methods(
         if weights:
             draft.load_state_dict(weights[name])
         draft.to(target.device, target.dtype).bind(embed_head)
-        found[name] = LoadedMethod(draft, recipe.tree(name))
-    return found
+        methods[name] = LoadedMethod(draft, recipe.tree(name))
+    return methods

@@ -1,4 +1,4 @@
-"""What a wheel holds beside the project's folders: the command's package, and the commit that it was built of."""
+"""Add the command's package, and the commit that it is built from, to a wheel with the project's folders."""
 
 import os
 import subprocess
@@ -23,8 +23,8 @@ class Hook(BuildHookInterface):
             self.scratch.cleanup()
 
     def _commit(self) -> str:
-        if told := os.environ.get("JAKIRO_COMMIT"):  # an image is built of a copy without its history
-            return told
+        if commit := os.environ.get("JAKIRO_COMMIT"):  # an image is built from a copy without git history
+            return commit
         changes = self._git("status", "--porcelain", "--untracked-files=no")
         return self._git("rev-parse", "--short=12", "HEAD") + ("+changes" if changes else "")
 

@@ -1,12 +1,12 @@
-"""What a vLLM engine takes, by formula: as vLLM 0.32 divides a GPU's memory, from a target's configuration.
+"""Memory and data rates of a vLLM engine by formula, as vLLM 0.32 divides a GPU, from a target's configuration.
 
-memory    of one of its GPUs. Weights: their bytes / tensor_parallel, in target.dtype; of a quantised target as its
-          files hold them. A step: the activations of max_num_batched_tokens tokens, by default 16,384, and 8,192 on
-          a GPU of less than 70 GiB. What CUDA, NCCL and CUDA graphs take is not in it
-cache     of one GPU: what is left of gpu_memory_utilization (by default 0.92), or kv_cache_memory_bytes. A token
-          takes the keys and values of this GPU's heads and, on every GPU, the states of all captured layers. How
-          many tokens have room is not known for a target with sliding layers, which share blocks with the others
-states    bytes a second, of one worker: in target.dtype to shared memory, then as the shards hold them
+memory    of one of its GPUs. Weights: their bytes / tensor_parallel, in target.dtype; of a quantised target as stored
+          in its files. A step: the activations of max_num_batched_tokens tokens, by default 16,384, and 8,192 on a
+          GPU of less than 70 GiB. The memory of CUDA, NCCL and CUDA graphs is not included
+cache     of one GPU: the rest of gpu_memory_utilization (by default 0.92), or kv_cache_memory_bytes. A token takes
+          the keys and values of this GPU's heads and, on every GPU, the states of all captured layers. The number of
+          tokens that fit is unknown for a target with sliding layers, which share blocks with the others
+states    bytes per second of one worker: in target.dtype to shared memory, then in the format of the shards
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from infra.plan.memory import batch_numbers, gpu_bytes, states_of
+from infra.plan.memory import gpu_bytes, states_per_token, values_per_token
 from pipeline.basics.accelerator import accelerator
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json
@@ -35,62 +35,62 @@ FORMULA = "formula"
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes of one GPU. None: not known."""
+    """The memory of one GPU, in bytes. None: unknown."""
 
     weights: float | None
     step: float
     cache: float | None
-    keys_values: int  # of a token
-    states: int  # of a token
-    dense: bool  # all layers see all tokens
+    keys_values: int  # per token
+    states: int  # per token
+    dense: bool  # no layer has a sliding window
 
     @property
-    def tokens(self) -> int | None:
-        """Of all texts that the engine works on at a time."""
+    def capacity(self) -> int | None:
+        """Return the number of tokens that fit the cache, over all texts that the engine works on at once."""
         return int(self.cache // (self.keys_values + self.states)) if self.cache is not None and self.dense else None
 
     def fits(self, length: int) -> bool:
-        """At least one text of that length."""
-        return (self.cache or 0) > 0 if self.tokens is None else self.tokens >= length
+        """Return whether the cache holds at least one text of `length` tokens."""
+        return (self.cache or 0) > 0 if self.capacity is None else self.capacity >= length
 
 
 def engine_memory(recipe: Recipe, gpu: float, parallel: int, stored: float | None) -> EngineMemory:
-    """`stored`: `weight_bytes`."""
+    """Divide `gpu` bytes as vLLM does, with `parallel` GPUs an engine. `stored`: the result of `weight_bytes`."""
     target, options, config = recipe.target, recipe.target.engine_options, load_config(recipe.target)
     shapes, size = shapes_of(config), DTYPES[target.dtype].itemsize
-    most = options.get("max_num_batched_tokens", STEP_TOKENS if gpu >= SMALL_GPU else SMALL_STEP_TOKENS)
-    step = most * batch_numbers(recipe, parallel) * size
+    max_tokens = options.get("max_num_batched_tokens", STEP_TOKENS if gpu >= SMALL_GPU else SMALL_STEP_TOKENS)
+    step = max_tokens * values_per_token(recipe, parallel) * size
     weights = stored and stored / parallel
-    rest = weights and max(options.get("gpu_memory_utilization", UTILISATION) * gpu - weights - step, 0)
-    heads = max(shapes["num_key_value_heads"] // parallel, 1)  # where GPUs outnumber them, several keep the same one
+    remaining = weights and max(options.get("gpu_memory_utilization", UTILISATION) * gpu - weights - step, 0)
+    heads = max(shapes["num_key_value_heads"] // parallel, 1)  # with more GPUs than heads, several hold the same one
     keys_values = 2 * config.num_hidden_layers * heads * shapes["head_dim"] * size
     dense = set(windows(config)) == {FULL}
-    cache = options.get("kv_cache_memory_bytes", rest)
+    cache = options.get("kv_cache_memory_bytes", remaining)
     return EngineMemory(weights, step, cache, keys_values, captured_bytes(recipe), dense)
 
 
 def captured_bytes(recipe: Recipe) -> int:
-    """Of a token's states as the engine keeps and hands them over."""
+    """Return the bytes of one token's states as the engine keeps and hands them over."""
     config = load_config(recipe.target)
     layers = {config.num_hidden_layers, *recipe.auxiliary_layers(config.num_hidden_layers)}
     return len(layers) * config.hidden_size * DTYPES[recipe.target.dtype].itemsize
 
 
 def weight_bytes(target: TargetConfig) -> float | None:
-    """None: quantised, and the size of its files is not known here."""
-    where = source(target)
-    full: Any = AutoConfig.from_pretrained(where.name, **where.options())
-    if getattr(full, "quantization_config", None) is None:
+    """Return the bytes of the target's weights; None if it is quantised and the size of its files is unknown."""
+    files = source(target)
+    config: Any = AutoConfig.from_pretrained(files.name, **files.options())
+    if getattr(config, "quantization_config", None) is None:
         return parameter_count_of(target) * DTYPES[target.dtype].itemsize
-    if index := where.file("model.safetensors.index.json"):
+    if index := files.file("model.safetensors.index.json"):
         return read_json(index).get("metadata", {}).get("total_size")
-    single = Path(where.name) / "model.safetensors"  # one of the Hub is not fetched for its size
+    single = Path(files.name) / "model.safetensors"  # a file on the Hub is not downloaded only for its size
     return single.stat().st_size if single.is_file() else None
 
 
-def smallest(recipe: Recipe, gpu: float, stored: float | None) -> int | None:
-    """The smallest tensor_parallel with room for the longest text that the engine is to take, without which vLLM does
-    not start; None: there is none, or none is known.
+def find_smallest_parallel(recipe: Recipe, gpu: float, stored: float | None) -> int | None:
+    """Return the smallest tensor_parallel with room for the longest text of the engine, without which vLLM does not
+    start; None if there is none, or it is unknown.
     """
     text = load_config(recipe.target)
     longest = recipe.target.engine_options.get("max_model_len", text.max_position_embeddings)
@@ -104,68 +104,72 @@ def smallest(recipe: Recipe, gpu: float, stored: float | None) -> int | None:
     return None
 
 
-def require_gpus(target: TargetConfig, elsewhere: bool) -> None:
-    """Raises PipelineError where they cannot share the target or, unless the plan is for another machine, are not on
-    this one, which has some.
+def require_gpus(target: TargetConfig, other_machine: bool) -> None:
+    """Raise PipelineError if the GPUs cannot share the target or, unless the plan is for another machine, if this
+    machine has some GPUs, but too few.
     """
     require_shares(target, load_config(target))
-    seen = torch.accelerator.device_count()
-    if not elsewhere and 0 < seen < target.tensor_parallel:
+    gpus = torch.accelerator.device_count()
+    if not other_machine and 0 < gpus < target.tensor_parallel:
         raise PipelineError(
-            f"target.tensor_parallel={target.tensor_parallel}, but this machine has {seen} GPUs, and an engine's are "
-            "all of one: lower it; to plan for a machine that has them, give --dump-speed"
+            f"target.tensor_parallel={target.tensor_parallel}, but this machine has {gpus} GPUs, and an engine "
+            "uses GPUs of one machine: lower it, or give --dump-speed to plan for a machine with enough of them"
         )
 
 
-def is_here(target: TargetConfig) -> bool:
-    """Whether this machine has the engine and its GPUs."""
+def is_available(target: TargetConfig) -> bool:
+    """Return whether this machine has the engine and enough GPUs."""
     gpus = torch.accelerator.device_count() if accelerator() else 1
     return gpus >= target.tensor_parallel and asked_version(python_of(target)) is not None
 
 
-Row = tuple[str, float | None, str, str]  # what, its figure, the figure in words, where it comes from
+Row = tuple[str, float | None, str, str]  # label, figure, the figure as text, its source
 
 
-def rows(recipe: Recipe, speed: float | None) -> list[Row]:
-    """`speed` in tokens a second of a worker, where it is known."""
+def engine_rows(recipe: Recipe, speed: float | None) -> list[Row]:
+    """Return an engine's rows of the table. `speed`: tokens per second of a worker, None if unknown."""
     on_cpu, gpu, stored = recipe.target.device == "cpu", gpu_bytes(), weight_bytes(recipe.target)
-    found = engine_memory(recipe, gpu, recipe.target.tensor_parallel, stored)
-    need = found.weights and found.weights + found.step
-    said = "unknown: the target is quantised, and its files are not here"
+    usage = engine_memory(recipe, gpu, recipe.target.tensor_parallel, stored)
+    need = usage.weights and usage.weights + usage.step
+    text = "unknown: the target is quantised, and its files are not here"
     if need:
-        said = f"{need / 1e9:,.1f} GB a {'process' if on_cpu else 'GPU'}, {found.weights / 1e9:,.1f} of it weights"
-    memory: Row = ("memory", need, said, FORMULA)
+        text = f"{need / 1e9:,.1f} GB a {'process' if on_cpu else 'GPU'}, {usage.weights / 1e9:,.1f} of it weights"
+    memory_row: Row = ("memory", need, text, FORMULA)
     return [
-        *([] if on_cpu else [_engines(recipe, gpu, stored), _cache(found)]),
-        memory,
-        _states(recipe, speed),
+        *([] if on_cpu else [_engines_row(recipe, gpu, stored), _cache_row(usage)]),
+        memory_row,
+        _states_row(recipe, speed),
     ]
 
 
-def _engines(recipe: Recipe, gpu: float, stored: float | None) -> Row:
-    count, parallel, least = recipe.features.workers, recipe.target.tensor_parallel, smallest(recipe, gpu, stored)
-    said = f"{count} of {parallel} GPUs, {count * parallel} in all"
+def _engines_row(recipe: Recipe, gpu: float, stored: float | None) -> Row:
+    count, parallel, least = (
+        recipe.features.workers,
+        recipe.target.tensor_parallel,
+        find_smallest_parallel(recipe, gpu, stored),
+    )
+    text = f"{count} of {parallel} GPUs, {count * parallel} in all"
     if least is None and stored is not None:
-        said += "; the target fits no number of them"
+        text += "; the target fits no number of them"
     elif least is not None and least > parallel:
-        said += f"; the target does not fit: from tensor_parallel={least} on it does"
+        text += f"; the target does not fit: from tensor_parallel={least} on it does"
     elif least is not None and least < parallel:
-        said += f"; with tensor_parallel={least} {count * parallel // least} engines fit"
-    where = "of this machine" if accelerator() else "assumed"
-    return "engines", count, said, f"GPUs of {gpu / 1e9:,.0f} GB, {where}"
+        text += f"; with tensor_parallel={least} {count * parallel // least} engines fit"
+    origin = "of this machine" if accelerator() else "assumed"
+    return "engines", count, text, f"GPUs of {gpu / 1e9:,.0f} GB, {origin}"
 
 
-def _cache(found: EngineMemory) -> Row:
-    token = found.keys_values + found.states
-    room = "how many tokens is not known (sliding layers)" if found.tokens is None else f"{found.tokens:,} tokens"
-    said = "unknown" if found.cache is None else f"{found.cache / 1e9:,.1f} GB a GPU, {room}"
-    return "cache", found.cache, f"{said} of {token / 1e6:.3f} MB, {found.states / token:.0%} of it states", FORMULA
+def _cache_row(usage: EngineMemory) -> Row:
+    token = usage.keys_values + usage.states
+    room = "how many tokens is not known (sliding layers)" if usage.capacity is None else f"{usage.capacity:,} tokens"
+    text = "unknown" if usage.cache is None else f"{usage.cache / 1e9:,.1f} GB a GPU, {room}"
+    return "cache", usage.cache, f"{text} of {token / 1e6:.3f} MB, {usage.states / token:.0%} of it states", FORMULA
 
 
-def _states(recipe: Recipe, speed: float | None) -> Row:
+def _states_row(recipe: Recipe, speed: float | None) -> Row:
     width = load_config(recipe.target).hidden_size
-    shared, disk = captured_bytes(recipe), token_bytes(recipe.stored_dtype, width, states_of(recipe))
+    shared, disk = captured_bytes(recipe), token_bytes(recipe.stored_dtype, width, states_per_token(recipe))
     if speed is None:
         return "states", None, "unknown", "tokens/s are not known"
-    said = f"{speed * shared / 1e6:,.3f} MB/s a worker to shared memory, {speed * disk / 1e6:,.3f} MB/s to disk"
-    return "states", speed * shared, said, "bytes a token x tokens/s"
+    text = f"{speed * shared / 1e6:,.3f} MB/s a worker to shared memory, {speed * disk / 1e6:,.3f} MB/s to disk"
+    return "states", speed * shared, text, "bytes a token x tokens/s"

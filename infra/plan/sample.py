@@ -1,4 +1,4 @@
-"""How much a source holds: every record is counted, and some of them are encoded."""
+"""The size of a data source: every record is counted, and a sample of them is encoded."""
 
 from dataclasses import dataclass
 from itertools import islice
@@ -20,7 +20,7 @@ ENCODED = 200  # records, evenly spread over the source
 
 @dataclass(frozen=True)
 class Sample:
-    """Every k-th record of a source: how many were tried, and the documents that they gave, by split."""
+    """Every k-th record of a source: the number that was tried, and the resulting documents, by split."""
 
     records: int  # of the source
     tried: int
@@ -28,13 +28,13 @@ class Sample:
 
     @property
     def mean_length(self) -> float:
-        """Tokens of a document to train on."""
+        """Return the mean tokens of a training document."""
         documents = self.documents["train"]
         return sum(len(document.input_ids) for document in documents) / len(documents)
 
 
 def sample_source(recipe: Recipe) -> Sample:
-    """Reads the source twice: once to count, once to encode. Raises PipelineError where nothing is usable."""
+    """Read the source twice: once to count, once to encode. Raise PipelineError if no record is usable."""
     with Progress("count records", 0, "records") as progress:
         records = 0
         for _ in read_records(recipe.data, Tail()):
@@ -45,31 +45,34 @@ def sample_source(recipe: Recipe) -> Sample:
     every = max(records // ENCODED, 1)
     tokenizer, groups, tried = load_tokenizer(recipe.target), Groups(recipe.data), 0
     documents: dict[str, list[Document]] = {"train": [], "validation": []}
-    refused: dict[str, str] = {}
+    rejected: dict[str, str] = {}
     for record in islice(read_records(recipe.data, Tail()), 0, None, every):
         tried += 1
         try:
             dialogue = clean_in_language(record, recipe.data, groups)
             sequences, _ = encode_sequences(tokenizer, dialogue, recipe.data)
         except chat.Unusable as reason:
-            refused.setdefault(str(reason), description(record))
+            rejected.setdefault(str(reason), description(record))
             continue
         split = "validation" if held_out(dialogue.group, recipe.data.heldout_fraction) else "train"
         documents[split] += [Document(name, sequence.input_ids, sequence.loss_mask) for name, sequence in sequences]
     if not documents["train"]:
-        why = ", ".join(f"{reason}: {text}" for reason, text in refused.items() if reason in DESCRIBED)
+        reasons = ", ".join(f"{reason}: {text}" for reason, text in rejected.items() if reason in DESCRIBED)
         raise PipelineError(
-            f"none of {tried} records tried of data.source {recipe.data.source} is usable{f' ({why})' if why else ''}"
+            f"none of {tried} records tried of data.source {recipe.data.source} is usable"
+            f"{f' ({reasons})' if reasons else ''}"
         )
     return Sample(records, tried, documents)
 
 
-def expected(recipe: Recipe, sample: Sample) -> dict[str, float]:
-    """Rows and tokens of the finished dump; `trained_tokens` have a loss."""
+def expected_counts(recipe: Recipe, sample: Sample) -> dict[str, float]:
+    """Return the expected rows and tokens of the finished dump; `trained_tokens` have a loss."""
     data, length = recipe.data, sample.mean_length
     share = sample.records / sample.tried
     train = len(sample.documents["train"]) * share
-    trained = sum(int(one.loss_mask.sum()) for one in sample.documents["train"]) / len(sample.documents["train"])
+    trained = sum(int(document.loss_mask.sum()) for document in sample.documents["train"]) / len(
+        sample.documents["train"]
+    )
     train = min(train, data.max_dialogues or train, (data.max_tokens or train * length) / length)
     held = data.heldout_fraction * sum(map(len, sample.documents.values())) * share
     validation = min(held, data.validation_dialogues)

@@ -1,4 +1,4 @@
-"""The speeds that a plan is made of, measured on this machine: a dump worker's, training's, plain decoding's."""
+"""The speeds that a plan uses, measured on this machine: of a dump worker, of training, of plain decoding."""
 
 import random
 import time
@@ -19,13 +19,13 @@ from pipeline.lm.model import DTYPES, Target, load_config, load_embed_head, reso
 from pipeline.recipe.recipe import Recipe
 from preprocess.dump.worker import Document, FeatureWorker
 
-TOGETHER = 32  # documents of the dump that are timed together
+MAX_PART = 32  # documents of the dump that are timed together
 PROBE = 20  # seconds, after which a measurement ends with what it has
 CONTEXT = 256  # tokens before the plain ones that are timed
 
 
 def dump_worker(recipe: Recipe, folder: Path = Path()) -> FeatureWorker:
-    """A loaded worker of a dump to `folder`."""
+    """Return a loaded dump worker that writes to `folder`."""
     recipe = recipe.with_features(store=None)
     worker = FeatureWorker(recipe, folder, feature_spec(recipe))
     worker.ready()
@@ -33,7 +33,7 @@ def dump_worker(recipe: Recipe, folder: Path = Path()) -> FeatureWorker:
 
 
 def dump_speed(recipe: Recipe, documents: list[Document]) -> float:
-    """Tokens a second of a worker that is loaded for it."""
+    """Load a dump worker, and return its tokens per second."""
     worker = dump_worker(recipe)
     try:
         return worker_speed(worker, documents)
@@ -42,10 +42,10 @@ def dump_speed(recipe: Recipe, documents: list[Document]) -> float:
 
 
 def worker_speed(worker: FeatureWorker, documents: list[Document], seconds: float = PROBE) -> float:
-    """Tokens a second of a worker here, as it works but for the writing. Parts are whole batches, and grow until one
+    """Return the tokens per second of a local worker, without writing. Parts are whole batches, which grow until one
     more would take longer than `seconds`; the largest ones count.
     """
-    left, size = random.Random(0).sample(documents, len(documents)), 1  # of all lengths, in any part of it
+    left, size = random.Random(0).sample(documents, len(documents)), 1  # shuffled: each part has all lengths
     timed: dict[int, tuple[int, float]] = {}  # tokens and seconds, by the size of a part
     begin = time.perf_counter()
     while left:
@@ -55,7 +55,7 @@ def worker_speed(worker: FeatureWorker, documents: list[Document], seconds: floa
         end = time.perf_counter()
         tokens, took = timed.get(size, (0, 0.0))
         timed[size] = tokens + part_tokens, took + end - start
-        size = min(2 * size, TOGETHER)
+        size = min(2 * size, MAX_PART)
         if end - begin + (end - start) * size / len(part) > seconds:
             break
     tokens, took = timed[max(timed)]
@@ -63,7 +63,7 @@ def worker_speed(worker: FeatureWorker, documents: list[Document], seconds: floa
 
 
 def training_speed(recipe: Recipe, name: str, length: int, seconds: float = 5) -> float:
-    """Tokens a second of forward, backward and AdamW, on random features of dialogues of `length` tokens."""
+    """Return the tokens per second of forward, backward and AdamW, on random features of `length` tokens a dialogue."""
     config, device, dtype = recipe.train, resolve_device(recipe.target.device), DTYPES[recipe.train.dtype]
     shapes = shapes_of(load_config(recipe.target))
     draft = build(recipe.draft[name], shapes)
@@ -101,8 +101,8 @@ def training_speed(recipe: Recipe, name: str, length: int, seconds: float = 5) -
 def mean_seconds(
     work: Callable[[], object], device: torch.device, warm: int, seconds: float, calls: int | None = None
 ) -> float:
-    """Seconds of one of the calls that so many seconds hold, at most `calls`. The first `warm` of them count only where
-    they take a probe's whole time.
+    """Return the mean seconds of a call, over at most `calls` calls within `seconds`. The first `warm` calls count only
+    if they use up the whole `PROBE` time.
     """
     took: list[float] = []
     while len(took) != calls and sum(took) < PROBE and (len(took) < warm + 3 or sum(took[warm:]) < seconds):
@@ -114,7 +114,7 @@ def mean_seconds(
 
 
 def plain_token(recipe: Recipe, tokens: int = 48) -> float:
-    """Seconds of one plain token of the target, as evaluation runs it."""
+    """Return the seconds of one token of plain decoding, as evaluation runs it."""
     target = Target(recipe.target, recipe.eval.dtype)
     if recipe.eval.pack_linears:
         pack(target, {})

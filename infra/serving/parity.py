@@ -1,12 +1,12 @@
-"""Whether engines serve what we measure: the same tokens, and as many guesses accepted, prompt by prompt.
+"""Check that engines serve what we measure: the same tokens, and as many accepted draft tokens, prompt by prompt.
 
     make serve-test            (python -m infra.serving.parity ENGINES, a folder that the Makefile fills)
 
-The embedded target and the drafts of infra/recipes/serve.toml go to llama.cpp and vLLM in float32. They answer 20
-prompts greedily with chains of 3 guesses, and so does our decoding. So do tiny targets with scaled RoPE
-(infra/serving/tiny.py), behind prompts of up to 1,500 tokens. A row of the table is a draft in an engine. An EAGLE-3
-draft has one more: what the estimate in training counts along answers of vLLM's, from the states that it captured while
-it gave them, against what vLLM serves. Its exit status is 1 where a token or a count differs.
+llama.cpp and vLLM load the embedded target and the drafts of infra/recipes/serve.toml in float32. They answer 20
+prompts greedily with chains of 3 draft tokens, and so does our decoding. The same is done with tiny targets with scaled
+RoPE (infra/serving/tiny.py), after prompts of up to 1,500 tokens. A row of the table is a draft in an engine. An
+EAGLE-3 draft has one row more: it compares the acceptance estimated in training, along vLLM's answers and from the
+states that vLLM captured meanwhile, with what vLLM serves. The exit status is 1 if a token or a count differs.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from infra.serving.engines import Drafted, Engine, LlamaCpp, Served, Vllm
-from infra.serving.tiny import DRAFTS, tiny
+from infra.serving.engines import EngineAnswer, ExportedDraft, LlamaCpp, ServingEngine, Vllm
+from infra.serving.tiny import DRAFTS, make_tiny_target
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE as RECIPE_FILE
 from pipeline.artifacts.provenance import hardware
@@ -45,99 +45,101 @@ from pipeline.serving.export import export, method_of
 SERVE = ROOT / "infra/recipes/serve.toml"
 CHAIN, TOKENS, PROMPTS = 3, 40, 20
 ESTIMATE = "the estimate along its answers"
-HEADS = ["engine", "draft", "same tokens: plain, chain", "same counts", "tau: ours, served"]
-HEADS += ["tokens/s: ours plain, served plain, served chain"]
+COLUMNS = ["engine", "draft", "same tokens: plain, chain", "same counts", "tau: ours, served"]
+COLUMNS += ["tokens/s: ours plain, served plain, served chain"]
 
 
-def tree_of(config: DraftConfig) -> TreeConfig:
-    """Engines run a forward for every guess, also where a draft of ours could give two levels by one."""
+def chain_tree(config: DraftConfig) -> TreeConfig:
+    """Return a chain as engines run it: one forward a draft token, even if our draft gives two levels by one."""
     return chain(CHAIN, parallel=min(config.parallels(CHAIN)))
 
 
-class Ours:
-    """Our own answers, by plain decoding and by each draft's chain."""
+class LocalDecoding:
+    """Answers of our own decoding, plain and with each draft's chain."""
 
     def __init__(self, recipe: Recipe, prompts: list[list[int]]):
         self.target, self.fingerprint = Target(recipe.target, "float32"), fingerprint(recipe.target)
         self.sampling, self.prompts = Sampling(TOKENS, frozenset(self.target.stop_ids())), prompts
-        self.plainly = [plain(self.target, ids, self.sampling) for ids in self.prompts]
+        self.plain_answers = [plain(self.target, ids, self.sampling) for ids in self.prompts]
         self._config = recipe.target
 
     def method(self, release: Path, exported: Path) -> LoadedMethod:
         draft: Draft
-        config, to = checkpoint.read_config(release).config, (self.target.device, self.target.dtype)
-        if isinstance(config, SmallLlamaConfig):  # of the whole text, as any language model reads it
+        config, placement = checkpoint.read_config(release).config, (self.target.device, self.target.dtype)
+        if isinstance(config, SmallLlamaConfig):  # it reads the full text, like any language model
             self.target.tokenizer.save_pretrained(exported)
             small = SmallModelConfig(model=str(exported))
             draft = make(small, shapes_of(self.target.config))
             assert isinstance(draft, SmallModel)
-            its = self._config.model_copy(update={"model": small.model, "revision": None})
-            draft.read_by(*load_reader(its, *to), self.target.tokenizer)
+            reader_config = self._config.model_copy(update={"model": small.model, "revision": None})
+            draft.read_by(*load_reader(reader_config, *placement), self.target.tokenizer)
         else:
-            draft = checkpoint.load(release, self.fingerprint).to(*to)
+            draft = checkpoint.load(release, self.fingerprint).to(*placement)
             draft.bind(self.target.embed_head(self.fingerprint))
-        return LoadedMethod(draft, tree_of(draft.config))
+        return LoadedMethod(draft, chain_tree(draft.config))
 
-    def chains(self, method: LoadedMethod) -> list[Generation]:
-        """Raises PipelineError where one is not plain decoding's."""
-        found = [speculative(self.target, method, ids, self.sampling) for ids in self.prompts]
-        if [one.tokens for one in found] != [one.tokens for one in self.plainly]:
-            raise PipelineError(f"our own chain of {method.draft.name} does not answer as plain decoding does")
-        return found
+    def decode_chains(self, method: LoadedMethod) -> list[Generation]:
+        """Decode all prompts with the draft's chain. Raise PipelineError if an answer differs from plain decoding's."""
+        answers = [speculative(self.target, method, ids, self.sampling) for ids in self.prompts]
+        if [answer.tokens for answer in answers] != [answer.tokens for answer in self.plain_answers]:
+            raise PipelineError(f"our chain of {method.draft.name} gives other answers than plain decoding")
+        return answers
 
-    def estimates(self, method: LoadedMethod, python: str) -> tuple[list[Served], list[Generation]]:
-        """vLLM's answers, with the states of the same pass; what the estimate in training counts along these."""
+    def estimate(self, method: LoadedMethod, python: str) -> tuple[list[EngineAnswer], list[Generation]]:
+        """Return vLLM's answers and, from the states of the same pass, the acceptance estimated in training."""
         layers, options = method.draft.needs.auxiliary, {"enforce_eager": True, "max_model_len": 2048}
-        asked = {"engine": "vllm", "engine_python": python, "engine_options": options, "dtype": "float32"}
-        vllm, answers, found = open_source(self._config.model_copy(update=asked), layers), [], []
+        settings = {"engine": "vllm", "engine_python": python, "engine_options": options, "dtype": "float32"}
+        vllm, answers, estimates = open_source(self._config.model_copy(update=settings), layers), [], []
         for ids in self.prompts:
             begin = time.perf_counter()
             (answer,) = vllm.answers([Prompt(ids)], self.sampling, capture=True)
-            answers.append(Served(answer.tokens, 0, 0, len(answer.tokens) - 1, time.perf_counter() - begin))
+            answers.append(EngineAnswer(answer.tokens, 0, 0, len(answer.tokens) - 1, time.perf_counter() - begin))
             assert answer.states_TSD is not None
             states = States(answer.states_TSD[:, 0], answer.states_TSD[:, 1:], layers)
             counts = counted(method, states, [*ids, *answer.tokens], len(ids))
-            found.append(Generation(answer.tokens, acceptance=counts, untrimmed_tokens=counts.tokens))
+            estimates.append(Generation(answer.tokens, acceptance=counts, untrimmed_tokens=counts.tokens))
         vllm.close()
-        return answers, found
+        return answers, estimates
 
 
-def _questions(recipe: Recipe) -> list[list[int]]:
+def _load_questions(recipe: Recipe) -> list[list[int]]:
     texts, tokenizer = [item["turns"][0] for item in human_eval_prompts()[:PROMPTS]], load_tokenizer(recipe.target)
     return [prompt_ids(tokenizer, [{"role": "user", "content": text}]) for text in texts]
 
 
-def released(recipe: Recipe, name: str, folder: Path) -> Path:
-    """The trained draft as a release has it, without figures."""
+def make_release(recipe: Recipe, name: str, folder: Path) -> Path:
+    """Export the trained draft in the form of a release, without figures."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    own = recipe.paths.draft(name)
-    checkpoint.export(own, folder, Method(draft=name, tree=tree_of(recipe.draft[name])), {}, own / RECIPE_FILE)
+    trained = recipe.paths.draft(name)
+    checkpoint.export(
+        trained, folder, Method(draft=name, tree=chain_tree(recipe.draft[name])), {}, trained / RECIPE_FILE
+    )
     return folder
 
 
-def row(
-    engine: Engine,
+def make_row(
+    engine: ServingEngine,
     name: str,
-    ours: tuple[list[Generation], list[Generation]],
-    served: tuple[list[Served], list[Served]],
+    local: tuple[list[Generation], list[Generation]],
+    served: tuple[list[EngineAnswer], list[EngineAnswer]],
 ) -> dict:
-    """Figures of a draft in an engine: of our answers and its, plain and by chain."""
-    (plainly, mine), (served_plainly, chains) = ours, served
-    counts = [engine.counts(answer, CHAIN, TOKENS) for answer in mine]
+    """Compare our answers with an engine's, plain and with the draft's chain, and return the figures."""
+    (local_plain, local_chains), (served_plain, served_chains) = local, served
+    counts = [engine.counts(answer, CHAIN, TOKENS) for answer in local_chains]
     return {
         "engine": f"{engine.name} ({engine.version})",
         "draft": name,
         "hardware": hardware("cpu"),
-        "prompts": len(mine),
-        "same_plain": sum(a.tokens == b.tokens for a, b in zip(plainly, served_plainly, strict=True)),
-        "same_chain": sum(a.tokens == b.tokens for a, b in zip(mine, chains, strict=True)),
-        "same_counts": sum(ours == one.counts for ours, one in zip(counts, chains, strict=True)),
+        "prompts": len(local_chains),
+        "same_plain": sum(a.tokens == b.tokens for a, b in zip(local_plain, served_plain, strict=True)),
+        "same_chain": sum(a.tokens == b.tokens for a, b in zip(local_chains, served_chains, strict=True)),
+        "same_counts": sum(count == answer.counts for count, answer in zip(counts, served_chains, strict=True)),
         "tau_ours": round(_tau(counts), 4),
-        "tau_served": round(_tau([one.counts for one in chains]), 4),
-        "per_second_ours_plain": round(_speed(plainly), 1),
-        "per_second_plain": round(_speed(served_plainly), 1),
-        "per_second_chain": round(_speed(chains), 1),
+        "tau_served": round(_tau([answer.counts for answer in served_chains]), 4),
+        "per_second_ours_plain": round(_speed(local_plain), 1),
+        "per_second_plain": round(_speed(served_plain), 1),
+        "per_second_chain": round(_speed(served_chains), 1),
     }
 
 
@@ -145,71 +147,80 @@ def _tau(counts: list[tuple[int, int, int]]) -> float:
     return 1 + sum(accepted for *_, accepted in counts) / sum(passes for passes, *_ in counts)
 
 
-def _speed(found: list[Served] | list[Generation]) -> float:
-    return sum(len(one.tokens) - 1 for one in found) / sum(one.seconds for one in found)
+def _speed(answers: list[EngineAnswer] | list[Generation]) -> float:
+    return sum(len(answer.tokens) - 1 for answer in answers) / sum(answer.seconds for answer in answers)
 
 
 def table(rows: list[dict]) -> str:
     cells = []
-    for one in rows:
-        of = f"of {one['prompts']}"
-        same = [f"{one['same_plain']} {of}, {one['same_chain']} {of}", f"{one['same_counts']} {of}"]
-        speeds = f"{one['per_second_ours_plain']}, {one['per_second_plain']}, {one['per_second_chain']}"
-        cells.append([one["engine"], one["draft"], *same, f"{one['tau_ours']:.3f}, {one['tau_served']:.3f}", speeds])
-    return markdown.table(HEADS, cells)
+    for row in rows:
+        total = f"of {row['prompts']}"
+        equal = [f"{row['same_plain']} {total}, {row['same_chain']} {total}", f"{row['same_counts']} {total}"]
+        speeds = f"{row['per_second_ours_plain']}, {row['per_second_plain']}, {row['per_second_chain']}"
+        cells.append([row["engine"], row["draft"], *equal, f"{row['tau_ours']:.3f}, {row['tau_served']:.3f}", speeds])
+    return markdown.table(COLUMNS, cells)
 
 
 def compare(
-    recipe: Recipe, drafts: list[str], prompts: list[list[int]], engines: list[Engine], work: Path, of: str = ""
+    recipe: Recipe,
+    drafts: list[str],
+    prompts: list[list[int]],
+    engines: list[ServingEngine],
+    work: Path,
+    suffix: str = "",
 ) -> list[dict]:
-    """Every draft in every engine that takes it; `of` names the target in its row."""
+    """Compare every draft in every engine that supports it; `suffix` names the target in the row."""
     model, rows = source(recipe.target).name, []
-    ours, methods, exported, mine = Ours(recipe, prompts), {}, {}, {}
+    local, methods, exported, local_chains = LocalDecoding(recipe, prompts), {}, {}, {}
     for name in drafts:
-        release, folder = released(recipe, name, work / f"{name}{of}"), work / f"{name}{of}-vllm"
+        release, folder = make_release(recipe, name, work / f"{name}{suffix}"), work / f"{name}{suffix}-vllm"
         shutil.rmtree(folder, ignore_errors=True)
         export(release, "vllm", folder)
-        methods[name], exported[name] = ours.method(release, folder), folder
-        mine[name] = ours.chains(methods[name])
+        methods[name], exported[name] = local.method(release, folder), folder
+        local_chains[name] = local.decode_chains(methods[name])
 
-    def add(engine: Engine, name: str, *figures: Any) -> None:
-        rows.append(row(engine, name, *figures))
+    def add(engine: ServingEngine, name: str, *figures: Any) -> None:
+        rows.append(make_row(engine, name, *figures))
         print(table(rows[-1:]).splitlines()[-1], flush=True)
 
     for engine in engines:
         with engine.serve(model) as address:
-            plainly = [engine.ask(address, model, ids, TOKENS) for ids in ours.prompts]
-        for name in (name for name in drafts if recipe.draft[name].kind in engine.takes):
-            with engine.serve(model, Drafted(exported[name], method_of(recipe.draft[name]), CHAIN)) as address:
-                chains = [engine.ask(address, model, ids, TOKENS) for ids in ours.prompts]
-            add(engine, f"{name}{of}", (ours.plainly, mine[name]), (plainly, chains))
+            served_plain = [engine.ask(address, model, ids, TOKENS) for ids in local.prompts]
+        for name in (name for name in drafts if recipe.draft[name].kind in engine.draft_kinds):
+            with engine.serve(model, ExportedDraft(exported[name], method_of(recipe.draft[name]), CHAIN)) as address:
+                served_chains = [engine.ask(address, model, ids, TOKENS) for ids in local.prompts]
+            add(engine, f"{name}{suffix}", (local.plain_answers, local_chains[name]), (served_plain, served_chains))
             if isinstance(engine, Vllm) and recipe.draft[name].kind == "eagle3":
-                answers, found = ours.estimates(methods[name], engine.python)
-                # What vLLM accepts behind an answer's end no text shows.
-                cut = [replace(one, accepted=len(one.tokens) - 1 - one.passes) for one in chains]
-                add(engine, f"{name}{of}: {ESTIMATE}", (ours.plainly, found), (answers, cut))
+                answers, estimates = local.estimate(methods[name], engine.python)
+                # Tokens that vLLM accepts after an answer's end are in no text.
+                trimmed = [replace(answer, accepted=len(answer.tokens) - 1 - answer.passes) for answer in served_chains]
+                add(engine, f"{name}{suffix}: {ESTIMATE}", (local.plain_answers, estimates), (answers, trimmed))
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engines", type=Path, help="each engine's own folder lies there")
+    parser.add_argument("engines", type=Path, help="the folder with each engine's installation")
     folder = parser.parse_args().engines.resolve()
     recipe = load_recipe(str(SERVE), [])
     work = (recipe.paths.run / "served").resolve()
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     os.environ |= Vllm.environment  # for the engine that captures
-    engines: list[Engine] = [LlamaCpp(folder, work), Vllm(folder, work)]
-    rows = compare(recipe, recipe.trained, _questions(recipe), engines, work)
+    engines: list[ServingEngine] = [LlamaCpp(folder, work), Vllm(folder, work)]
+    rows = compare(recipe, recipe.trained, _load_questions(recipe), engines, work)
     for kind, drafts in DRAFTS.items():
-        other, prompts = tiny(SERVE, kind, TOKENS, work)
-        rows += compare(other, list(drafts), prompts, engines, work, of=f"-{kind}")
+        tiny_recipe, prompts = make_tiny_target(SERVE, kind, TOKENS, work)
+        rows += compare(tiny_recipe, list(drafts), prompts, engines, work, suffix=f"-{kind}")
     write_json(recipe.paths.run / "parity.json", {"rows": rows, "table": table(rows)})
     print(table(rows))
-    wrong = [one for one in rows if not one["same_plain"] == one["same_chain"] == one["same_counts"] == one["prompts"]]
-    if wrong:
-        raise PipelineError(f"{len(wrong)} of {len(rows)} do not serve what we measured: see runs/serve/parity.json")
+    mismatches = [
+        row for row in rows if not row["same_plain"] == row["same_chain"] == row["same_counts"] == row["prompts"]
+    ]
+    if mismatches:
+        raise PipelineError(
+            f"{len(mismatches)} of {len(rows)} rows differ from what we measured: see runs/serve/parity.json"
+        )
 
 
 if __name__ == "__main__":

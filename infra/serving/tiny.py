@@ -1,10 +1,10 @@
-"""Tiny targets with what the embedded one has not, each with an EAGLE-3 draft that knows its answers, and with drafts
-that would take long to train for the embedded one: P-EAGLE, DFlash, Medusa, a small Llama; EAGLE and DFlash with a
-window.
+"""Tiny targets with features that the embedded target lacks, each with an EAGLE-3 draft trained on its answers, and
+with drafts that would take long to train for the embedded target: P-EAGLE, DFlash, Medusa, a small Llama; EAGLE and
+DFlash with a window.
 
-RoPE that is scaled from 64 positions on, as Llama 3.1 and YaRN do it; auxiliary layers that are no engine's default, so
-that one which reads others accepts less; a prompt that goes through an engine in several batches. Weights are random,
-the tokenizer is the embedded target's.
+RoPE is scaled from 64 positions on, as in Llama 3.1 and YaRN; the auxiliary layers are no engine's default, so that an
+engine which reads other layers accepts less; one prompt takes an engine several batches. Weights are random, the
+tokenizer is the embedded target's.
 """
 
 from pathlib import Path
@@ -27,8 +27,8 @@ from pipeline.recipe.recipe import Recipe
 LAYERS, AUXILIARY, POSITIONS, SCALED_FROM = 24, [1, 10, 20], 2048, 64
 LENGTHS = (12, 300, 1500)  # tokens of the prompts: all but the first go beyond the original positions
 VOCABULARY = 1024
-TAUGHT = {"small": (2e-3, 4), "dflash": (3e-3, 40)}  # learning rate and steps, where these are not
-USUAL = (1e-2, 4)
+RATE_AND_STEPS = {"small": (2e-3, 4), "dflash": (3e-3, 40)}  # learning rate and steps, if not the default ones
+DEFAULT_RATE_AND_STEPS = (1e-2, 4)
 ROPES: dict[str, dict[str, Any]] = {
     "llama3": {"rope_theta": 5e5, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "yarn": {"rope_theta": 1e4},
@@ -51,26 +51,26 @@ DRAFTS = {  # by the target's RoPE
 }
 
 
-def tiny(path: Path, kind: str, tokens: int, work: Path) -> tuple[Recipe, list[list[int]]]:
-    """The recipe at `path` with a target of RoPE of this kind and its drafts, trained; and prompts for them, whose
-    answers have so many tokens.
+def make_tiny_target(path: Path, kind: str, tokens: int, work: Path) -> tuple[Recipe, list[list[int]]]:
+    """Return the recipe at `path` with a target whose RoPE is of this kind and its trained drafts, and prompts, whose
+    answers have `tokens` tokens.
     """
     folder = work / f"tiny-{kind}"
-    words = _save(Path(source(load_recipe(path).target).name), folder, kind)
-    sets = [f"draft.{name}={settings}" for name, settings in DRAFTS[kind].items()]
-    recipe = load_recipe(path, [f"target.model={folder}", f"output={folder / 'run'}", *sets])
+    words = _save_target(Path(source(load_recipe(path).target).name), folder, kind)
+    overrides = [f"draft.{name}={settings}" for name, settings in DRAFTS[kind].items()]
+    recipe = load_recipe(path, [f"target.model={folder}", f"output={folder / 'run'}", *overrides])
     generator = torch.Generator().manual_seed(0)
     prompts = [words[torch.randint(len(words), (length,), generator=generator)].tolist() for length in LENGTHS]
     target = Target(recipe.target, "float32")
     answers = [plain(target, prompt, Sampling(tokens, frozenset())).tokens for prompt in prompts]
     for name in DRAFTS[kind]:
-        made = _taught(recipe, name, target, prompts, answers)
-        checkpoint.save(recipe.paths.draft(name), made, made.state_dict(), recipe, name, {})
+        draft = _train_draft(recipe, name, target, prompts, answers)
+        checkpoint.save(recipe.paths.draft(name), draft, draft.state_dict(), recipe, name, {})
     return recipe, prompts
 
 
-def _save(embedded: Path, folder: Path, kind: str) -> torch.Tensor:
-    """Writes a target; returns the tokens that it knows: whole ASCII words, as engines give text back, too."""
+def _save_target(embedded: Path, folder: Path, kind: str) -> torch.Tensor:
+    """Save a target; return the tokens that it can emit: full ASCII words, which survive an engine's detokenization."""
     tokenizer: Any = AutoTokenizer.from_pretrained(embedded)
     texts = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     words = torch.tensor([number for number, text in enumerate(texts) if text[1:].isascii() and text[1:].isalpha()])
@@ -84,23 +84,23 @@ def _save(embedded: Path, folder: Path, kind: str) -> torch.Tensor:
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
     embedding = model.get_input_embeddings().weight.data
-    others = torch.ones(len(embedding), dtype=torch.bool).index_fill_(0, words, False)
-    embedding[others] = 0.0  # never the likeliest
+    unused = torch.ones(len(embedding), dtype=torch.bool).index_fill_(0, words, False)
+    embedding[unused] = 0.0  # never the likeliest
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return words
 
 
-def _taught(
+def _train_draft(
     recipe: Recipe, name: str, target: Target, prompts: list[list[int]], answers: list[list[int]]
 ) -> TrainedDraft:
-    """A draft that has seen these answers and nothing else."""
+    """Train a draft on these answers and nothing else."""
     draft = build(recipe.draft[name], shapes_of(target.config))
     draft.initialise(0)
     if draft.token_ids_U is not None:
-        known = sorted({token for answer in answers for token in answer})
-        others = [token for token in range(2 * VOCABULARY) if token not in known]
-        draft.set_vocabulary(torch.tensor(sorted([*known, *others[: VOCABULARY - len(known)]])))
+        answer_tokens = sorted({token for answer in answers for token in answer})
+        spare = [token for token in range(2 * VOCABULARY) if token not in answer_tokens]
+        draft.set_vocabulary(torch.tensor(sorted([*answer_tokens, *spare[: VOCABULARY - len(answer_tokens)]])))
     draft.bind(target.embed_head(fingerprint(recipe.target)))
     draft.start_from_target([])
     rows = []
@@ -109,12 +109,12 @@ def _taught(
         states_TSD = target.capture_all(tokens[None], list(draft.needs.auxiliary))[0].clone()
         mask = (torch.arange(len(tokens)) >= len(prompt)).to(torch.uint8)
         rows.append(Row("", tokens.int().numpy(), mask.numpy(), states_TSD[:, 0], states_TSD[:, 1:]))
-    frozen = _bound(draft, rows[0].auxiliary_TKD) if isinstance(draft, Eagle3Frame) else []
+    frozen = _scale_inputs(draft, rows[0].auxiliary_TKD) if isinstance(draft, Eagle3Frame) else []
     objective, total = objective_of(draft.config), sum(map(len, answers))
     totals = dict.fromkeys(objective.groups, total)
     batches = [collate([row], objective, totals, auxiliary=range(len(draft.needs.auxiliary))) for row in rows]
-    trained = [weight for weight in draft.parameters() if not any(weight is one for one in frozen)]
-    rate, steps = TAUGHT.get(name, USUAL)
+    trained = [weight for weight in draft.parameters() if not any(weight is tensor for tensor in frozen)]
+    rate, steps = RATE_AND_STEPS.get(name, DEFAULT_RATE_AND_STEPS)
     optimizer = torch.optim.AdamW(trained, lr=rate)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -124,10 +124,10 @@ def _taught(
     return draft.eval().requires_grad_(False)
 
 
-def _bound(draft: Any, states_TKD: Any) -> list[torch.Tensor]:
-    """What it guesses is to depend on the layers that it reads and on where tokens stand, not on the last token alone,
-    by which a few answers are learnt most easily: the embedding gives nothing, each layer as much as the others, and
-    attention nearly all. Returns what is not trained then.
+def _scale_inputs(draft: Any, states_TKD: Any) -> list[torch.Tensor]:
+    """Scale a draft's inputs, so that its draft tokens depend on the layers that it reads and on positions. Otherwise
+    it would learn a few answers from the last token alone. The embedding contributes nothing, all layers the same, and
+    attention nearly everything. Return the weights that are not trained afterwards.
     """
     frozen = [draft.midlayer.input_layernorm.weight, draft.fc.weight]
     frozen[0].data.zero_()

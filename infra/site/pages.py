@@ -1,5 +1,5 @@
-"""The pages of the site that are made from the code, when MkDocs builds it: the options of each command, the keys of a
-recipe, the kinds of drafts, the messages of errors, the code's own docstrings.
+"""The pages of the site that are generated from the code when MkDocs builds it: the options of each command, the keys
+of a recipe, the kinds of drafts, the error messages, the code's docstrings.
 """
 
 import ast
@@ -22,7 +22,8 @@ from pipeline.recipe import recipe, sections
 FOLDERS = ("pipeline", "preprocess", "train", "eval", "infra")
 RESULTS = "results"
 
-# Words stay whole, and what is wide scrolls. On a phone the cells of a row, up to three or a key's, stand in a column.
+# Words are not broken, and wide content scrolls. On a phone, the cells of a row (of up to three, or of a key) form a
+# column.
 STYLE = """
 .md-grid { max-width: 72rem; }
 .md-typeset table:not([class]) { overflow-wrap: normal; }
@@ -45,16 +46,16 @@ STYLE = """
 """
 
 
-def code(text: Any) -> str:
+def format_code(text: Any) -> str:
     return f"`{' '.join(str(text).split())}`"
 
 
-def kind_said(annotation: str) -> str:
-    """A type as a user reads it: Annotated[int, Field(ge=0)] is int (ge=0), Literal['a', 'b'] is 'a' | 'b'."""
+def format_type(annotation: str) -> str:
+    """Format a type for users: Annotated[int, Field(ge=0)] as int (ge=0), Literal['a', 'b'] as 'a' | 'b'."""
     annotation = re.sub(r"^(?:Runtime|Measured|Cut|Job)\[(.*)\]$", r"\1", annotation)
     plain = re.sub(r"Annotated\[(.+), Field\((.*?)\)\]", r"\1 (\2)", annotation)
     plain = re.sub(r"Annotated\[(\w+), [^]]*\]", r"\1", plain)
-    return re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace(", ", " | "), plain)
+    return re.sub(r"Literal\[(.*?)\]", lambda match: match[1].replace(", ", " | "), plain)
 
 
 def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -62,13 +63,13 @@ def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join(f"| {line} |" for line in lines) + "\n"
 
 
-def keys_of(section: type) -> list[tuple[str, str, str, str]]:
-    """(key, type, default, comment) as the class's source has them, those of its bases first."""
-    found: dict[str, tuple[str, str, str, str]] = {}
-    for one in reversed(section.__mro__):
-        if not one.__module__.startswith("pipeline."):
+def read_keys(section: type) -> list[tuple[str, str, str, str]]:
+    """Read (key, type, default, comment) of each key from the class's source, keys of its bases first."""
+    keys: dict[str, tuple[str, str, str, str]] = {}
+    for base in reversed(section.__mro__):
+        if not base.__module__.startswith("pipeline."):
             continue
-        source = inspect.getsource(one)
+        source = inspect.getsource(base)
         lines = source.splitlines()
         [tree] = ast.parse(inspect.cleandoc(source) if source.startswith(" ") else source).body
         for node in tree.body:
@@ -78,21 +79,26 @@ def keys_of(section: type) -> list[tuple[str, str, str, str]]:
             if node.target.id.startswith("_") or kind.startswith("ClassVar"):
                 continue
             above = lines[node.lineno - 2].strip()
-            behind = [line.partition("  # ")[2] for line in lines[node.lineno - 1 : node.end_lineno]]
+            trailing = [line.partition("  # ")[2] for line in lines[node.lineno - 1 : node.end_lineno]]
             above = above.removeprefix("# ") if above.startswith("# ") else ""
-            comment = " ".join(filter(None, [above, *behind])).replace("|", "\\|")
-            comment = comment or found.get(node.target.id, ("", "", "", ""))[3]  # of the base's key
+            comment = " ".join(filter(None, [above, *trailing])).replace("|", "\\|")
+            comment = comment or keys.get(node.target.id, ("", "", "", ""))[3]  # of the base's key
             default = ast.unparse(node.value) if node.value else "required"
-            found[node.target.id] = (code(node.target.id), code(kind_said(kind)), code(default), comment)
-    return list(found.values())
+            keys[node.target.id] = (
+                format_code(node.target.id),
+                format_code(format_type(kind)),
+                format_code(default),
+                comment,
+            )
+    return list(keys.values())
 
 
-HEADS = ("key", "type", "default", "what it is")
+COLUMNS = ("key", "type", "default", "what it is")
 
 
 def keys_table(rows: list[tuple[str, ...]]) -> str:
-    """Return a table of keys, which narrow windows show in another form."""
-    return f'<div class="keys" markdown>\n\n{table(HEADS, rows)}\n</div>\n'
+    """Return a table of keys, which narrow windows show as a column."""
+    return f'<div class="keys" markdown>\n\n{table(COLUMNS, rows)}\n</div>\n'
 
 
 INTRODUCTION = """# The keys of a recipe
@@ -102,22 +108,28 @@ valid name. `[draft.NAME]`: [the kinds of drafts](drafts.md).
 
 ## The run
 """
-WITHIN = {
+NESTED_SECTIONS = {
     "eval.tree": sections.TreeConfig,
     "eval.methods.NAME": sections.Method,
     "eval.benchmarks.NAME": sections.BenchmarkConfig,
 }
 
 
-def section_of(name: str, section: type) -> str:
-    return f"## `[{name}]`\n\n{inspect.getdoc(section) or ''}\n\n{keys_table(keys_of(section))}"
+def format_section(name: str, section: type) -> str:
+    return f"## `[{name}]`\n\n{inspect.getdoc(section) or ''}\n\n{keys_table(read_keys(section))}"
 
 
 def recipe_page() -> str:
     fields = {name: field.annotation for name, field in recipe.Recipe.model_fields.items()}
-    whole = {name: kind for name, kind in fields.items() if inspect.isclass(kind) and hasattr(kind, "model_fields")}
-    rest = [row for row in keys_of(recipe.Recipe) if row[0].strip("`") not in whole]
-    parts = [INTRODUCTION, keys_table(rest), *(section_of(*one) for one in [*whole.items(), *WITHIN.items()])]
+    section_types = {
+        name: kind for name, kind in fields.items() if inspect.isclass(kind) and hasattr(kind, "model_fields")
+    }
+    top_level = [row for row in read_keys(recipe.Recipe) if row[0].strip("`") not in section_types]
+    parts = [
+        INTRODUCTION,
+        keys_table(top_level),
+        *(format_section(*section) for section in [*section_types.items(), *NESTED_SECTIONS.items()]),
+    ]
     return "\n".join(parts)
 
 
@@ -128,12 +140,12 @@ def drafts_page() -> str:
     ]
     for name, kind in DRAFTS.items():
         about = inspect.getdoc(sys.modules[kind.config.__module__]) or ""
-        parts.append(f"## {name}\n\n{about}\n\n{keys_table(keys_of(kind.config))}")
+        parts.append(f"## {name}\n\n{about}\n\n{keys_table(read_keys(kind.config))}")
     return "\n".join(parts)
 
 
-def help_of(name: str) -> str:
-    """What `jakiro NAME --help` prints."""
+def capture_help(name: str) -> str:
+    """Return the output of `jakiro NAME --help`."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         jakiro.begin(name, ["--help"])
@@ -143,70 +155,72 @@ def help_of(name: str) -> str:
 def options_page() -> str:
     parts = ["# The options of every command\n"]
     for name, command in jakiro.COMMANDS.items():
-        does = command.does[0].upper() + command.does[1:]
-        parts.append(f"## {name}\n\n{does}.\n\n```text\n{help_of(name)}```\n")
+        does = command.summary[0].upper() + command.summary[1:]
+        parts.append(f"## {name}\n\n{does}.\n\n```text\n{capture_help(name)}```\n")
     return "\n".join(parts)
 
 
-def sources() -> Iterator[tuple[Path, ast.Module]]:
+def parse_sources() -> Iterator[tuple[Path, ast.Module]]:
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             yield path.relative_to(ROOT), ast.parse(path.read_text())
 
 
-def message(node: ast.expr) -> str | None:
-    """The text of a message; what is filled in stands in braces, by its name where it has one."""
+def message_text(node: ast.expr) -> str | None:
+    """Return the text of a message; a value that is filled in stands in braces, by its name if it has one."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(one.value if isinstance(one, ast.Constant) else placeholder(one.value) for one in node.values)
+        return "".join(
+            part.value if isinstance(part, ast.Constant) else placeholder_text(part.value) for part in node.values
+        )
     return None
 
 
-def placeholder(value: ast.expr) -> str:
+def placeholder_text(value: ast.expr) -> str:
     name = value.attr if isinstance(value, ast.Attribute) else getattr(value, "id", "")
     return f"{{{name.strip('_').replace('_', ' ').lower()}}}" if name else "{...}"
 
 
-REFUSALS = ("PipelineError", "ValueError", "Unusable")
+ERRORS = ("PipelineError", "ValueError", "Unusable")
 
 
 def errors_page() -> str:
     parts = [
-        "# Errors by message\n\nSearch for some words of yours. What is filled in stands in braces. It says what "
-        "was met, what is expected and what to do.\n"
+        "# Errors by message\n\nSearch for some words of yours. Values that are filled in stand in braces. A message "
+        "says what happened, what was expected and what to do.\n"
     ]
-    for path, tree in sources():
-        found = []
+    for path, tree in parse_sources():
+        lines = []
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in REFUSALS and node.args:
-                told = message(node.args[0])
-                if told and len(told) > 20:
-                    found.append(f"- {code(told.replace('`', chr(39)))}")
-        if found:
-            parts.append(f"## {path}\n\n" + "\n".join(dict.fromkeys(found)) + "\n")
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ERRORS and node.args:
+                text = message_text(node.args[0])
+                if text and len(text) > 20:
+                    lines.append(f"- {format_code(text.replace('`', chr(39)))}")
+        if lines:
+            parts.append(f"## {path}\n\n" + "\n".join(dict.fromkeys(lines)) + "\n")
     return "\n".join(parts)
 
 
 def code_page() -> str:
-    parts = ["# The code\n\nEach file with what it says of itself, and its public names.\n"]
-    for path, tree in sources():
+    parts = ["# The code\n\nEach file with its docstring and its public names.\n"]
+    for path, tree in parse_sources():
         names = []
         for node in tree.body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
-                said = (ast.get_docstring(node) or "").partition("\n\n")[0]
-                names += [(code(node.name), " ".join(said.split()).replace("|", "\\|"))] if said else []
+                summary = (ast.get_docstring(node) or "").partition("\n\n")[0]
+                names += [(format_code(node.name), " ".join(summary.split()).replace("|", "\\|"))] if summary else []
         if about := ast.get_docstring(tree):
-            known = f"\n{table(('name', 'what it is'), names)}" if names else ""
-            parts.append(f"## {path}\n\n```text\n{about}\n```\n{known}")
+            names_table = f"\n{table(('name', 'what it is'), names)}" if names else ""
+            parts.append(f"## {path}\n\n```text\n{about}\n```\n{names_table}")
     return "\n".join(parts)
 
 
 def start_page() -> str:
-    """The README, whose links are as from docs/."""
+    """Return the README, with links relative to docs/."""
     text = (ROOT / "README.md").read_text()
     text = re.sub(r"\((docs/)([^)]*)\)", r"(\2)", text)
-    return re.sub(r"\(((?:CONTRIBUTING|CHANGELOG)\.md)\)", lambda found: f"({found[1].lower()})", text)
+    return re.sub(r"\(((?:CONTRIBUTING|CHANGELOG)\.md)\)", lambda match: f"({match[1].lower()})", text)
 
 
 PAGES = {
@@ -223,18 +237,18 @@ PAGES = {
 
 
 def on_config(config: Any) -> Any:
-    """The pages of results, each under its heading."""
-    found = sorted((Path(config.docs_dir) / RESULTS).glob("*.md"))
+    """Add the pages of results to the navigation, each under its heading."""
+    pages = sorted((Path(config.docs_dir) / RESULTS).glob("*.md"))
     for entry in config.nav:
         if list(entry.values()) == [[RESULTS]]:
-            entry[next(iter(entry))] = [f"{RESULTS}/{path.name}" for path in found]
+            entry[next(iter(entry))] = [f"{RESULTS}/{path.name}" for path in pages]
     return config
 
 
 def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
-    files.remove(files.get_file_from_path("README.md"))  # the list of pages: here it is at the side
+    files.remove(files.get_file_from_path("README.md"))  # the list of pages, which the site shows at the side
     for name, make in PAGES.items():
         files.append(File.generated(config, name, content=make()))
     return files

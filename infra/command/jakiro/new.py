@@ -1,12 +1,12 @@
-"""Writes a commented recipe for your target, after a look at its config, your data and the GPUs here.
+"""Write a commented recipe for your target, based on its config, your data and this machine's GPUs.
 
     jakiro new my.toml --target meta-llama/Llama-3.1-8B-Instruct --data /data/sharegpt.json --license llama3.1
     jakiro new my.toml --target ./model --data hf://datasets/OWNER/NAME/file.json --draft eagle3 --license apache-2.0
     jakiro new my.toml --target Qwen/Qwen3-8B --draft dflash --preset paper --license apache-2.0
 
 `--preset paper` writes the hyper-parameters of the draft's paper (infra/templates/presets.toml), `laptop` those of a
-quarter of an hour on a CPU. Sizes follow from the number of records, of which 20,000 are counted at most. Nothing of
-the weights is read. What the recipe takes: `jakiro plan my.toml`.
+quarter of an hour on a CPU. Sizes follow from the number of records, of which at most 20,000 are counted. No weights
+are read. The recipe's cost: `jakiro plan my.toml`.
 """
 
 import argparse
@@ -22,26 +22,26 @@ from pipeline.running import entry
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="the recipe to write; it is not to be there yet")
+    parser.add_argument("out", type=Path, help="the recipe to write; the file must not exist yet")
     parser.add_argument("--target", required=True, help="OWNER/NAME on the Hub, or a folder")
     data = "conversations or messages: a path, hf://, s3://, datasets:NAME; default: the papers' ShareGPT"
     parser.add_argument("--data", help=data)
-    parser.add_argument("--subset", help="of a data set of the Hub that has several")
+    parser.add_argument("--subset", help="of a data set on the Hub with several subsets")
     parser.add_argument("--split", help="of a data set; default: train")
     drafts = f"{', '.join(presets())}; default: %(default)s"
     parser.add_argument("--draft", default="eagle3", choices=presets(), metavar="NAME", help=drafts)
-    parser.add_argument("--preset", choices=NAMES, help="default: paper where there is a GPU, else laptop")
+    parser.add_argument("--preset", choices=NAMES, help="default: paper with a GPU, else laptop")
     parser.add_argument("--license", required=True, help="of the draft, as the Hub spells it: apache-2.0, ...")
-    given = parser.parse_args()
-    if given.out.exists():
-        raise PipelineError(f"{given.out} is there already: give another name, or remove it")
+    args = parser.parse_args()
+    if args.out.exists():
+        raise PipelineError(f"{args.out} is there already: give another name, or remove it")
     try:
-        TypeAdapter(License).validate_python(given.license)
+        TypeAdapter(License).validate_python(args.license)
     except ValidationError as error:
         raise PipelineError(f"--license {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
-    from jakiro.first_recipe import write_recipe  # imports torch: what is wrong above is told at once
+    from jakiro.first_recipe import write_recipe  # imports torch, which takes seconds: errors above come at once
 
-    print("\n".join(write_recipe(given)))
+    print("\n".join(write_recipe(args)))
 
 
 if __name__ == "__main__":

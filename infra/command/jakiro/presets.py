@@ -13,11 +13,11 @@ NAMES = ("paper", "laptop")  # a quarter of an hour on a CPU
 
 
 class Preset(Section):
-    """A draft with the hyper-parameters of its paper; what `train` and `tree` lack is a recipe's default."""
+    """A draft with the hyper-parameters of its paper; keys missing in `train` and `tree` are a recipe's defaults."""
 
     about: str
     settings: dict[str, Any]  # of the draft
-    data: dict[str, Any]  # where the user names none
+    data: dict[str, Any]  # the default, if the user names none
     llama_2: dict[str, Any] = {}  # more settings, for targets of LLaMA's first two generations
     long: dict[str, Any] = {}  # more settings, for trainings as long as the paper's
     train: dict[str, Any] = {}
@@ -25,12 +25,12 @@ class Preset(Section):
 
     @property
     def training(self) -> TrainConfig:
-        """What the paper trains with. `micro_batch` is no paper's: the most that a rank takes."""
+        """Return the paper's training settings. `micro_batch` is in no paper: it is the most that a rank takes."""
         return TrainConfig(**{"micro_batch": 2, "zero_stage": 1, **self.train})
 
 
 def presets() -> dict[str, Preset]:
-    """The drafts that `jakiro new` writes a recipe for, by name."""
+    """Return the drafts that `jakiro new` writes recipes for, by name."""
     table = tomllib.loads(TABLE.read_text())
     return {
         name: Preset(**{**draft, "data": {**table["data"], **draft.get("data", {})}})
@@ -39,7 +39,7 @@ def presets() -> dict[str, Preset]:
 
 
 def toml(value: Any) -> str:
-    """A value as a recipe spells it."""
+    """Format a value as TOML, as recipes spell it."""
     if isinstance(value, dict):
         return f"{{ {', '.join(f'{key} = {toml(inner)}' for key, inner in value.items())} }}"
     if isinstance(value, list | tuple):

@@ -1,10 +1,10 @@
-"""Uploads a run's release, its features, or both to the Hub; a repository that is not there yet becomes private.
+"""Upload a run's release, its features, or both to the Hub; a new repository is private by default.
 
     jakiro push RECIPE OWNER/NAME [--features OWNER/DATASET] [--public]
     jakiro push RECIPE --features OWNER/DATASET
 
-With --features the run's states go to a dataset repository, and the release's card names it. Behind the release is
-`python eval/main.py RECIPE --push OWNER/NAME`, which measures first what is not measured yet.
+With --features the run's states go to a dataset repository, and the release's card names it. The release is uploaded
+by `python eval/main.py RECIPE --push OWNER/NAME`, which first measures what is not measured yet.
 """
 
 import argparse
@@ -21,19 +21,19 @@ def main() -> None:
     add_recipe_arguments(parser)
     parser.add_argument("repository", metavar="OWNER/NAME", nargs="?", help="for the release")
     parser.add_argument("--features", metavar="OWNER/DATASET", help="a dataset repository for the run's states")
-    parser.add_argument("--public", action="store_true", help="everybody may read what is made")
-    given = parser.parse_args()
-    if not given.repository and not given.features:
+    parser.add_argument("--public", action="store_true", help="new repositories are public")
+    args = parser.parse_args()
+    if not args.repository and not args.features:
         parser.error("give OWNER/NAME for the release, --features OWNER/DATASET for the states, or both")
-    if given.repository:
-        require_repository_name(given.repository, "the release's repository")
-    if given.features:
-        require_repository_name(given.features, "--features")
-        recipe = load_recipe(given.recipe, given.overrides)
-        print("\n".join(push_features(recipe, given.features, private=not given.public)))
-    if given.repository:
-        public = ["--public"] if given.public else []
-        jakiro.begin("eval", [given.recipe, *override_arguments(given.overrides), "--push", given.repository, *public])
+    if args.repository:
+        require_repository_name(args.repository, "the release's repository")
+    if args.features:
+        require_repository_name(args.features, "--features")
+        recipe = load_recipe(args.recipe, args.overrides)
+        print("\n".join(push_features(recipe, args.features, private=not args.public)))
+    if args.repository:
+        public = ["--public"] if args.public else []
+        jakiro.begin("eval", [args.recipe, *override_arguments(args.overrides), "--push", args.repository, *public])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The recipes that come with the project, each with its target, its drafts and what its first lines say.
+"""List the recipes that come with the project, each with its target, its drafts and its first sentence.
 
 jakiro recipes [WORD]
 """
@@ -12,12 +12,12 @@ from pipeline.recipe.read import RECIPES, shipped
 from pipeline.running import entry
 
 
-def said(name: str) -> tuple[str, str, str]:
-    """(target, drafts, first sentence of the comment)"""
+def summarise(name: str) -> tuple[str, str, str]:
+    """Return (target, drafts, first sentence of the comment) of a recipe."""
     text = (RECIPES / f"{name}.toml").read_text()
     tree = tomllib.loads(text)
     comment = " ".join(line.lstrip("# ") for line in text.partition("\nname =")[0].splitlines())
-    drafts = ", ".join(dict.fromkeys(one["kind"] for one in tree["draft"].values()))
+    drafts = ", ".join(dict.fromkeys(draft["kind"] for draft in tree["draft"].values()))
     return tree["target"]["model"], drafts, comment.partition(". ")[0].rstrip(".")
 
 
@@ -27,7 +27,7 @@ def main() -> None:
     word = parser.parse_args().word.lower()
     width = shutil.get_terminal_size().columns
     for name in shipped():
-        target, drafts, comment = said(name)
+        target, drafts, comment = summarise(name)
         if word in f"{name} {target} {drafts}".lower():
             print(f"{name}: {target}; {drafts}")
             print(textwrap.fill(comment, width, initial_indent="    ", subsequent_indent="    "))

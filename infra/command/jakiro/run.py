@@ -1,10 +1,10 @@
-"""Runs a recipe's stages: here, or on a Ray cluster, with their output in this terminal.
+"""Run a recipe's stages, on this machine or on a Ray cluster, with their output in this terminal.
 
     jakiro run RECIPE [--until STAGE]                            on this machine
     jakiro run RECIPE --on ray://HEAD                            as jobs of a Ray cluster (its dashboard's port, 8265)
 
-What is done is not done again, there as here. Ctrl-C asks what is to become of the stage. `jakiro manifests` writes
-files for other clusters.
+Finished work is not repeated, on either. Ctrl-C asks whether to cancel the stage. `jakiro manifests` writes files for
+other clusters.
 """
 
 import argparse
@@ -34,20 +34,23 @@ RAY = "ray://"
 
 @dataclass(frozen=True)
 class Job:
-    """A stage on a cluster: what starts it, shows its output and ends with its status; and what cancels it."""
+    """A stage on a cluster: the command that starts it, shows its output and exits with its status; and the one that
+    cancels it.
+    """
 
     stage: str
     start: list[str]
     cancel: list[str]
 
 
-def jobs_on(place: str, given: argparse.Namespace) -> list[list[Job]]:
-    """Jobs that run at once, one list after the other. They bring the recipe alone: the nodes have the project
-    installed where the head has it. Training goes to one node, which Ray chooses.
+def jobs_on(place: str, args: argparse.Namespace) -> list[list[Job]]:
+    """Return lists of jobs; those of one list run at the same time, and the lists one after the other. Only the recipe
+    is uploaded: every node has the project installed in the same place as the head. Ray chooses the one node of the
+    training.
     """
     if not place.startswith(RAY):
         raise PipelineError(f"--on {place}: expected {RAY}HEAD")
-    recipe = load_recipe(given.recipe, given.overrides)
+    recipe = load_recipe(args.recipe, args.overrides)
     host, _, port = place.removeprefix(RAY).partition(":")
     address = f"http://{host}:{port or 8265}"
     if not Path(recipe.output).is_absolute():
@@ -55,28 +58,28 @@ def jobs_on(place: str, given: argparse.Namespace) -> list[list[Job]]:
             f"output={recipe.output}: a job runs in a temporary folder of the cluster. Give an absolute one that all "
             "nodes see: --set output=/shared/runs/NAME"
         )
-    sent = Path.cwd() / "deploy" / recipe.name / "job"
-    sent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(recipe_file(given.recipe), sent / recipe_file(given.recipe).name)
+    job_folder = Path.cwd() / "deploy" / recipe.name / "job"
+    job_folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(recipe_file(args.recipe), job_folder / recipe_file(args.recipe).name)
     ray = [sys.executable, "-m", "ray.scripts.scripts", "job"]
 
     def job(stage: str) -> Job:
         name = f"{recipe.name}-{stage}-{os.getpid()}"
-        gpus = _gpus_of(stage, recipe, given.gpus_per_node)
-        where = ["--address", address, "--submission-id", name, "--working-dir", str(sent)]
-        where += ["--entrypoint-num-gpus", str(gpus)] if gpus else []
-        arguments = [recipe_file(given.recipe).name, *override_arguments(given.overrides)]
-        submit = [*ray, "submit", *where, "--", "jakiro", stage, *arguments]
-        ask = [*ray, "status", "--address", address, name]  # for a job that somebody stopped, submit ends well, too
-        start = ["bash", "-c", f"{shlex.join(submit)} && {shlex.join(ask)} 2>&1 | grep --quiet succeeded"]
+        gpus = _gpus_of(stage, recipe, args.gpus_per_node)
+        flags = ["--address", address, "--submission-id", name, "--working-dir", str(job_folder)]
+        flags += ["--entrypoint-num-gpus", str(gpus)] if gpus else []
+        arguments = [recipe_file(args.recipe).name, *override_arguments(args.overrides)]
+        submit = [*ray, "submit", *flags, "--", "jakiro", stage, *arguments]
+        status = [*ray, "status", "--address", address, name]  # submit exits with 0 also for a job that was stopped
+        start = ["bash", "-c", f"{shlex.join(submit)} && {shlex.join(status)} 2>&1 | grep --quiet succeeded"]
         return Job(stage, start, [*ray, "stop", "--address", address, name])
 
-    names = list(STAGES.values())[: list(STAGES).index(given.until) + 1]
+    names = list(STAGES.values())[: list(STAGES).index(args.until) + 1]
     return [[job(name), job("feed")] if name == "train" and recipe.fed else [job(name)] for name in names]
 
 
 def _gpus_of(stage: str, recipe: Recipe, gpus_per_node: int) -> int:
-    """What a job asks for itself; the workers that it starts ask for theirs."""
+    """Return the GPUs that a job requests for itself; the workers that it starts request their own."""
     if recipe.target.device == "cpu":
         return 0
     ranks, measure = recipe.train.ranks, recipe.eval
@@ -90,12 +93,12 @@ def _gpus_of(stage: str, recipe: Recipe, gpus_per_node: int) -> int:
     return ranks if stage == "train" else 0
 
 
-def follow(together: list[Job]) -> None:
-    """Runs jobs that belong together. Raises PipelineError for the first that fails; then the others are cancelled."""
-    print(f"{', '.join(job.stage for job in together)}: starts on the cluster", flush=True)
+def follow(jobs: list[Job]) -> None:
+    """Run the jobs at the same time. Raise PipelineError for the first that fails, after cancelling the others."""
+    print(f"{', '.join(job.stage for job in jobs)}: starts on the cluster", flush=True)
     environment = {**os.environ, "PYTHONPATH": python_path(os.environ)}
     with ExitStack() as stack:
-        running = [(job, stack.enter_context(children.started(job.start, environment))) for job in together]
+        running = [(job, stack.enter_context(children.started(job.start, environment))) for job in jobs]
         try:
             while None in [process.poll() for _, process in running]:
                 time.sleep(0.5)
@@ -112,9 +115,9 @@ def follow(together: list[Job]) -> None:
 
 def _leave_or_cancel(jobs: list[Job]) -> None:
     for job in jobs:
-        said = f"{job.stage} runs on the cluster. To cancel it: {shlex.join(job.cancel)}"
+        message = f"{job.stage} runs on the cluster. To cancel it: {shlex.join(job.cancel)}"
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        print(f"\n{said}", flush=True)
+        print(f"\n{message}", flush=True)
         if sys.stdin.isatty() and input("Cancel it now? [y/N] ").strip().lower() == "y":
             _cancel([job])
 
@@ -130,16 +133,16 @@ def main() -> None:
     parser.add_argument("--until", choices=list(STAGES), default="eval", help="the last stage")
     parser.add_argument("--on", metavar="PLACE", help="ray://HEAD; default: this machine")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="of that cluster")
-    given = parser.parse_args()
-    if given.on is None:
-        jakiro.begin("run here", [given.recipe, *override_arguments(given.overrides), "--until", given.until])
+    args = parser.parse_args()
+    if args.on is None:
+        jakiro.begin("run here", [args.recipe, *override_arguments(args.overrides), "--until", args.until])
         return
-    from jakiro import manifests  # a command, too: runpy warns where it was imported before it runs
+    from jakiro import manifests  # imported late: it is a command, too, and runpy warns about an early import
 
-    manifests.say_paths(load_recipe(given.recipe, given.overrides))
-    for together in jobs_on(given.on, given):
-        follow(together)
-    print("all is done; jakiro status, where the output can be seen, says what")
+    manifests.print_paths(load_recipe(args.recipe, args.overrides))
+    for jobs in jobs_on(args.on, args):
+        follow(jobs)
+    print("all stages are done; jakiro status shows them, on a machine that sees the output")
 
 
 if __name__ == "__main__":

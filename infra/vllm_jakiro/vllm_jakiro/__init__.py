@@ -1,14 +1,14 @@
-"""Tells vLLM of Jakiro's drafts; it calls `register` in every process of its own."""
+"""Register Jakiro's drafts with vLLM, which calls `register` in each of its processes."""
 
 __version__ = "0.3.0"  # which pipeline/features/engines/vllm.py expects
-ARCHITECTURES = ("EagleJakiroForCausalLM", "JakiroForCausalLMEagle3")  # behind EAGLE-1's frame and EAGLE-3's
+ARCHITECTURES = ("EagleJakiroForCausalLM", "JakiroForCausalLMEagle3")  # in EAGLE-1's frame and in EAGLE-3's
 
 
 def register() -> None:
-    """Registers them by name: nothing of torch is imported here."""
+    """Register the architectures by name, which imports no torch."""
     from vllm import ModelRegistry
 
-    known = ModelRegistry.get_supported_archs()
+    supported = ModelRegistry.get_supported_archs()
     for name in ARCHITECTURES:
-        if name not in known:
+        if name not in supported:
             ModelRegistry.register_model(name, f"vllm_jakiro.models:{name}")

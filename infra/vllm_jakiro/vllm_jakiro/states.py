@@ -1,11 +1,11 @@
-"""A connector of vLLM that hands over the states which the target computed for a request: one file for each.
+"""A vLLM connector that writes the states which the target computed for a request: one file for each request.
 
-vLLM's speculative method "extract_hidden_states" keeps the outputs of chosen decoder layers beside its keys and values.
-Its own connector, which this one refines, is a debugging aid: it needs CUDA, locks files, and says nothing where a file
-could not be written. Here a request's states are copied while the next step runs (on a GPU by a stream of their own,
+vLLM's speculative method "extract_hidden_states" keeps outputs of chosen decoder layers next to its keys and values.
+Its own connector, the base of this one, is a debugging aid: it requires CUDA, locks files, and reports no error if a
+file could not be written. Here a request's states are copied while the next step runs (on a GPU in their own stream,
 into pinned memory) and written by a thread (files.py).
 
-What a request wants is in `SamplingParams.extra_args["kv_transfer_params"]`: {"states": "prompt"} or "all", prompt and
+A request's wishes are in `SamplingParams.extra_args["kv_transfer_params"]`: {"states": "prompt"} or "all", prompt and
 answer, and its "file": vLLM adds to a request's own name. Without these the request has no file.
 """
 
@@ -21,22 +21,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     extract_from_kv_cache,
 )
 
-from vllm_jakiro.files import failed, write
+from vllm_jakiro.files import error_path, write
 
 WRITERS = 4  # threads
 
 
 class StatesConnector(ExampleHiddenStatesConnector):
-    """The scheduler's side names the requests that have finished; the worker of tensor-parallel rank 0 writes them.
+    """The connector's scheduler side names the finished requests; the worker of tensor-parallel rank 0 writes them.
 
-    What vLLM 0.32.0 does for it: the states of a step's tokens are in the cache before the next step asks for a copy; a
-    request's blocks stay its own until it is named by `get_finished`, which is waited for from one rank alone
-    (`get_finished_count`); a producer's preempted request is computed anew, also where its last token is on its way
-    (`requires_kv_delivery`); every rank has whole states, and no text is so long that a step leaves them out.
+    It relies on vLLM 0.32.0: the states of a step's tokens are in the cache before the next step requests a copy; a
+    request keeps its blocks until `get_finished` returns it, which only one rank has to do (`get_finished_count`); a
+    producer's preempted request is computed again, even if its last token is on its way (`requires_kv_delivery`); every
+    rank has the full states, and no text is so long that a step leaves them out.
     """
 
-    def __init__(self, *arguments: Any, **more: Any):
-        super().__init__(*arguments, **more)
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
         self._executor.shutdown()
         self._executor = ThreadPoolExecutor(WRITERS, thread_name_prefix="states")
         self._copied: dict[str, Any] = {}  # request -> the event after which its states have left the cache; or None
@@ -44,15 +44,17 @@ class StatesConnector(ExampleHiddenStatesConnector):
     # -- scheduler ------------------------------------------------------------------------------------------------
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """(whether its blocks are kept until the copy is done, None)"""
-        wanted = request.kv_transfer_params or {}
-        if self._request_filenames.pop(request.request_id, None) is None or "states" not in wanted:
+        """Return (whether the request's blocks are kept until the copy is done, None)."""
+        capture = request.kv_transfer_params or {}
+        if self._request_filenames.pop(request.request_id, None) is None or "states" not in capture:
             return False, None
-        # Nothing was computed behind an answer's last token.
-        tokens = request.prompt_token_ids if wanted["states"] == "prompt" else list(request.all_token_ids)[:-1]
-        path = Path(self._storage_path) / Path(wanted["file"]).name
-        if request.num_computed_tokens < len(tokens):  # aborted, or without blocks: others would stand in its place
-            failed(path).write_text(f"{request.num_computed_tokens} of {len(tokens)} tokens were computed")
+        # Nothing was computed after an answer's last token.
+        tokens = request.prompt_token_ids if capture["states"] == "prompt" else list(request.all_token_ids)[:-1]
+        path = Path(self._storage_path) / Path(capture["file"]).name
+        if request.num_computed_tokens < len(
+            tokens
+        ):  # aborted, or without blocks: other requests' states would be read
+            error_path(path).write_text(f"{request.num_computed_tokens} of {len(tokens)} tokens were computed")
             return False, None
         self._pending_saves[request.request_id] = PendingSave(
             req_id=request.request_id, filename=str(path), token_ids=torch.tensor(tokens), block_ids=list(block_ids)
@@ -62,10 +64,10 @@ class StatesConnector(ExampleHiddenStatesConnector):
     # -- worker ---------------------------------------------------------------------------------------------------
 
     def wait_for_save(self) -> None:
-        """No lock files."""
+        """Do nothing: there are no lock files."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """The requests whose blocks may be freed."""
+        """Return the requests whose blocks may be freed."""
         if self.has_connector_metadata():
             metadata = self._get_connector_metadata()
             if isinstance(metadata, ExampleHiddenStatesConnectorMetadata):
@@ -89,9 +91,9 @@ class StatesConnector(ExampleHiddenStatesConnector):
             ready.record()
             stream.wait_event(ready)
             with torch.cuda.stream(stream):
-                found = extract_from_kv_cache(cache, slots.to(cache.device, non_blocking=True), len(slots))
-                states = torch.empty_like(found, device="cpu", pin_memory=True)
-                states.copy_(found, non_blocking=True)
+                gpu_states = extract_from_kv_cache(cache, slots.to(cache.device, non_blocking=True), len(slots))
+                states = torch.empty_like(gpu_states, device="cpu", pin_memory=True)
+                states.copy_(gpu_states, non_blocking=True)
                 event = torch.cuda.Event()
                 event.record(stream)
         else:
