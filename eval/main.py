@@ -15,29 +15,29 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted import prints nothing
 
 from eval.measure import plots, report
-from eval.measure.harness import pooled
+from eval.measure.harness import pool_outcomes
 from eval.measure.tasks import EvalJob, decode_all, evaluation_lock, make_job, methods_tuned_as_written
-from eval.published import recipe_of
+from eval.published import write_release_recipe
 from eval.release.hub import require_repository_name
 from eval.release.publish import build_release, push
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.provenance import measured_by, provenance, write_provenance
+from pipeline.artifacts.provenance import measurement_versions, provenance, write_provenance
 from pipeline.artifacts.reports import (
     REPORT,
     TABLE,
-    digest_of,
-    origin_of,
-    put_rows,
+    digest_rows,
+    make_origin,
     read_report,
     read_rows,
     read_tuned_trees,
+    replace_rows,
 )
 from pipeline.basics.files import sha256, write_sealed, write_text
-from pipeline.basics.progress import publish
+from pipeline.basics.progress import set_record_path
 from pipeline.basics.public import public_name
 from pipeline.decoding.config import Method
-from pipeline.drafts import kind_of
-from pipeline.lm.model import identify, load_tokenizer, parameter_count_of
+from pipeline.drafts import kind_key
+from pipeline.lm.model import count_parameters, identify, load_tokenizer
 from pipeline.lm.template import template_settings
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
@@ -47,7 +47,7 @@ from pipeline.running import entry
 def is_measured(path: Path, key: str) -> bool:
     """Return whether the report is of this evaluation, by this version of the measurement."""
     saved_report = read_report(path) if path.exists() else {}
-    return (saved_report.get("key"), saved_report.get("code")) == (key, measured_by())
+    return (saved_report.get("key"), saved_report.get("code")) == (key, measurement_versions())
 
 
 def describe_method(job: EvalJob, method: Method) -> dict:
@@ -56,8 +56,8 @@ def describe_method(job: EvalJob, method: Method) -> dict:
     config, small_model = recipe.draft[name], recipe.small_models.get(name)
     training = checkpoint.read_config(recipe.paths.draft(name)).training if config.trained else {}
     return {
-        "kind": kind_of(config),
-        "parameters": parameter_count_of(small_model) if small_model else training.get("parameters", 0),
+        "kind": kind_key(config),
+        "parameters": count_parameters(small_model) if small_model else training.get("parameters", 0),
         "training": training,
         "method": method.to_json(),
         "weights_sha256": None if config.corpus else job.digests[name],
@@ -80,16 +80,18 @@ def measure(job: EvalJob) -> dict:
     if recipe.eval.workers > 1:
         from eval.measure.fleet import decode as fleet  # import Ray only if it is used
     outcomes = decode_all(job, fleet)
-    records, gates, left_out = pooled(outcomes)
+    records, gates, left_out = pool_outcomes(outcomes)
     # of the processes that decoded, not of a driver
     hardware = " / ".join(sorted({outcome.hardware for _, outcome in outcomes}))
     folder, settings = recipe.paths.eval, collect_settings(recipe)
     origins = {
-        name: origin_of(recipe, method.draft, hardware=hardware, settings=settings, tree=method.resolved_tree.to_json())
+        name: make_origin(
+            recipe, method.draft, hardware=hardware, settings=settings, tree=method.resolved_tree.to_json()
+        )
         for name, method in methods.items()
     }
-    rows = report.rows(records, gates, origins)
-    metrics = {name: checkpoint.metrics_of(recipe.paths.draft(name)) for name in recipe.trained}
+    rows = report.build_rows(records, gates, origins)
+    metrics = {name: checkpoint.checked_metrics(recipe.paths.draft(name)) for name in recipe.trained}
     trees = {name: method.resolved_tree for name, method in methods.items()}
     forwards = {name: tree.forwards for name, tree in trees.items() if tree.forwards < tree.depth}
     plot_files = plots.draw(rows, forwards, recipe.eval.of_contexts, metrics, folder)
@@ -97,7 +99,7 @@ def measure(job: EvalJob) -> dict:
     measured = {
         "name": recipe.name,
         "key": job.key,
-        "code": measured_by(),
+        "code": measurement_versions(),
         "provenance": provenance(recipe) | {"hardware": hardware},
         "target": public_name(recipe.target.model),
         "settings": settings,
@@ -106,14 +108,14 @@ def measure(job: EvalJob) -> dict:
         "definitions": report.explain_figures(),
         "drafts": {name: describe_method(job, method) for name, method in methods.items()},
         "tuned": read_tuned_trees(recipe.paths.tuned),
-        "rows": digest_of(rows),
+        "rows": digest_rows(rows),
         "prompts_left_out": left_out,  # too long for the target's positions
         "samples": report.select_samples(job, records, tokenizer),
         "table": report.format_summary(rows),
         "plots": {path.name: sha256(path) for path in plot_files},
     }
     (folder / REPORT).unlink(missing_ok=True)  # no report lies next to the rows of another one
-    put_rows(folder, rows, whole=True)
+    replace_rows(folder, rows, all_methods=True)
     write_provenance(folder, recipe)
     write_text(folder / TABLE, report.format_table(rows) + "\n")
     write_sealed(folder / REPORT, measured)
@@ -127,13 +129,13 @@ def main() -> None:
     parser.add_argument("--push", metavar="OWNER/NAME", help="upload the release folder to this Hub repository")
     parser.add_argument("--public", action="store_true", help="make a repository that --push creates public")
     arguments = parser.parse_args()
-    recipe_file, notes = recipe_of(arguments.recipe, arguments.overrides) or (arguments.recipe, [])
+    recipe_file, notes = write_release_recipe(arguments.recipe, arguments.overrides) or (arguments.recipe, [])
     for note in notes:
         print(note)
     recipe = load_recipe(recipe_file, arguments.overrides, begin=True)
     if arguments.push:
         require_repository_name(arguments.push)
-    publish(recipe.paths.run, "eval")
+    set_record_path(recipe.paths.run, "eval")
     path = recipe.paths.eval / REPORT
     with evaluation_lock(recipe):
         job = make_job(recipe, arguments.tuned)

@@ -18,12 +18,12 @@ from torch import Tensor
 from eval import results
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.features import readable_spec
-from pipeline.artifacts.reports import Row, origin_of, put_rows
+from pipeline.artifacts.reports import ResultRow, make_origin, replace_rows
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts import build
 from pipeline.drafts.skipper import Skipper, SkipperConfig
 from pipeline.features.shards import FeatureStore
-from pipeline.features.text import some_texts
+from pipeline.features.text import first_texts
 from pipeline.lm.model import Target, fingerprint
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.running import entry
@@ -38,8 +38,8 @@ def measure_losses(target: Target, draft: Skipper, texts: list[tuple[Tensor, Ten
     """
     sums: Counter[str] = Counter()
     for tokens_BT, assistant_T in ([x.to(target.device) for x in text] for text in texts):
-        full_TD, hidden_TD = target.capture(tokens_BT)[0], draft.through(tokens_BT, None)[0]
-        kept_blocks = torch.stack(draft.walk.kept)
+        full_TD, hidden_TD = target.capture(tokens_BT)[0], draft.forward_texts(tokens_BT, None)[0]
+        kept_blocks = torch.stack(draft.routing.computed)
         sums.update({"pairs": kept_blocks.numel(), "passed by": (kept_blocks < 0.5).sum().item()})
         positions = assistant_T[1:].nonzero()[:, 0]  # whose next token is the assistant's
         for chunk in positions.split(CHUNK):
@@ -70,15 +70,15 @@ def main() -> None:
         static, full = (build(trained.config, trained.shapes) for _ in range(2))
         for draft in (trained, static, full):
             draft.to(target.device, target.dtype).bind(embed_head)
-        static.start_from_target(some_texts(train))
+        static.start_from_target(first_texts(train))
         full.shares = [0.0] * len(full.shares)
         for variant, draft in {"whole": full, "trained routers": trained, "static routers": static}.items():
-            row_facts = {"setting": {"way": variant}, "origin": origin_of(recipe, name)}
+            row_facts = {"setting": {"way": variant}, "origin": make_origin(recipe, name)}
             rows += [
-                Row("pruned", name, key, value, **row_facts)
+                ResultRow("pruned", name, key, value, **row_facts)
                 for key, value in measure_losses(target, draft, texts).items()
             ]
-    put_rows(recipe.paths.eval, rows, whole=True)
+    replace_rows(recipe.paths.eval, rows, all_methods=True)
     print(results.format_table(rows))
 
 

@@ -12,11 +12,11 @@ from eval.measure.benchmarks import BENCHMARKS, PREFIX
 from eval.release.hub import Repository
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE
-from pipeline.artifacts.published import download, fetched, is_ours
+from pipeline.artifacts.published import download, download_files, has_own_format
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_sealed, write_json
 from pipeline.basics.public import public_text
-from pipeline.recipe.read import shipped
+from pipeline.recipe.read import shipped_recipes
 from pipeline.recipe.untrusted import ReleasedRecipe, parse_untrusted
 from pipeline.serving.load import target_of
 
@@ -24,28 +24,28 @@ ADDRESS = re.compile(r"([\w.-]+/[\w.-]+?)(?:@([\w./-]+))?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SHIPPED = ("embedded:humaneval",)  # prompts that every machine has
 NOT_DUMPED = "none: a published draft is measured, not trained"
-DEFAULT = {"humaneval": {"source": "embedded:humaneval", "prompts": 20}}
+DEFAULT_BENCHMARKS = {"humaneval": {"source": "embedded:humaneval", "prompts": 20}}
 
 
-def recipe_of(address: str, overrides: list[str]) -> tuple[Path, list[str]] | None:
+def write_release_recipe(address: str, overrides: list[str]) -> tuple[Path, list[str]] | None:
     """Write runs/OWNER/NAME/COMMIT/recipe.json for a release of this project, OWNER/NAME[@REVISION]: its target, its
     draft, its methods and those of its benchmarks that need no file of its makers. Return the file, and notes for the
     user; None if `address` is no such address. `overrides` are the user's, which may name the target. Raise
     PipelineError.
     """
     match = ADDRESS.fullmatch(address)
-    if match is None or Path(address).exists() or address in shipped() or address.endswith((".toml", ".json")):
+    if match is None or Path(address).exists() or address in shipped_recipes() or address.endswith((".toml", ".json")):
         return None
     repository, revision = match.groups()
     if not revision or not COMMIT.fullmatch(revision):
         revision = Repository(repository, "model", "It is no recipe here, either").commit_of(revision)
     folder = download(repository, revision)
-    if not is_ours(folder) or not (folder / RECIPE).is_file():
+    if not has_own_format(folder) or not (folder / RECIPE).is_file():
         raise PipelineError(
             f"{repository} is no release of this project: name its kind and settings in a recipe as [draft.NAME], and "
             f'set published.NAME = "{repository}@{revision}" (docs/serving.md)'
         )
-    fetched(repository, revision, [checkpoint.TEMPLATE])
+    download_files(repository, revision, [checkpoint.TEMPLATE])
     path = Path("runs") / repository / revision[:12] / RECIPE
     name = next(
         (value for key, _, value in (override.partition("=") for override in overrides) if key == "target.model"), None
@@ -72,7 +72,7 @@ def _build_recipe(folder: Path, repository: str, revision: str, model: str | Non
     drafts = {method.draft: saved.config, **saved.secondary}
     settings = released.eval.model_dump(mode="json", exclude={"benchmarks"})
     settings |= {
-        "benchmarks": {name: benchmark.model_dump() for name, benchmark in public.items()} or DEFAULT,
+        "benchmarks": {name: benchmark.model_dump() for name, benchmark in public.items()} or DEFAULT_BENCHMARKS,
         "methods": {name: benchmark.to_json() for name, benchmark in methods.items()},
         "tree": method.resolved_tree.to_json(),
     }
@@ -88,4 +88,4 @@ def _build_recipe(folder: Path, repository: str, revision: str, model: str | Non
     }
     notes = [f"not measured, for their prompts are its makers': {', '.join(map(public_text, left_out))}"]
     notes = notes if left_out else []
-    return recipe, notes + ([] if public else [f"measured instead: {', '.join(DEFAULT)}"])
+    return recipe, notes + ([] if public else [f"measured instead: {', '.join(DEFAULT_BENCHMARKS)}"])

@@ -35,13 +35,13 @@ from eval.measure import plots
 from eval.measure.report import MAIN_FIGURES, NOISE, bootstrap_interval, format_figure, is_noise
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE
-from pipeline.artifacts.reports import ROWS, Row, read_rows
+from pipeline.artifacts.reports import ROWS, ResultRow, read_rows
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_sealed
 from pipeline.running import entry, markdown
 
 
-def read_runs(runs: list[Path]) -> list[Row]:
+def read_runs(runs: list[Path]) -> list[ResultRow]:
     """Return the rows of these folders; a row's run is the folder's name. Raise PipelineError for a folder without
     rows, and for two folders of one name, since rows are distinguished by it.
     """
@@ -56,7 +56,7 @@ def read_runs(runs: list[Path]) -> list[Row]:
     return rows_of_runs
 
 
-def select_instruments(rows: list[Row], instruments: list[str] | None) -> list[Row]:
+def select_instruments(rows: list[ResultRow], instruments: list[str] | None) -> list[ResultRow]:
     """Return the rows of these instruments; by default those of evaluation, or all if nothing was evaluated."""
     available = {row.instrument for row in rows}
     selected = set(instruments or {"decoded"} & available or available)
@@ -68,7 +68,7 @@ def select_instruments(rows: list[Row], instruments: list[str] | None) -> list[R
 Facts = tuple[tuple[str, str], ...]  # a measurement's method, and what else identifies it
 
 
-def identify_measurements(rows: list[Row]) -> list[Facts]:
+def identify_measurements(rows: list[ResultRow]) -> list[Facts]:
     """Return what distinguishes each row's measurement from the others: its method, and those of run, instrument and
     settings that differ between rows.
     """
@@ -87,7 +87,7 @@ def format_facts(facts: Facts) -> str:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def format_table(rows: list[Row], figures: list[str] | None = None) -> str:
+def format_table(rows: list[ResultRow], figures: list[str] | None = None) -> str:
     """Return the rows as a Markdown table. `figures` are by default tau and speed-up, or all if there are neither."""
     available = list(dict.fromkeys(row.figure for row in rows))
     figures = figures or [name for name in MAIN_FIGURES if name in available] or available
@@ -95,7 +95,7 @@ def format_table(rows: list[Row], figures: list[str] | None = None) -> str:
         raise PipelineError(f"no figure {missing[0]!r} was measured: there are {', '.join(available)}")
     taus = {_measurement_key(row): row for row in rows if row.figure == "tau"}
     rows = [row for row in rows if row.figure in figures]
-    lines: dict[tuple[float, str], dict[tuple[str, str], Row]] = {}
+    lines: dict[tuple[float, str], dict[tuple[str, str], ResultRow]] = {}
     for facts, row in zip(identify_measurements(rows), rows, strict=True):
         temperature = -1.0 if row.temperature is None else row.temperature
         lines.setdefault((temperature, format_facts(facts)), {})[row.benchmark, row.figure] = row
@@ -112,21 +112,21 @@ def format_table(rows: list[Row], figures: list[str] | None = None) -> str:
         cells.append(["" if temperature < 0 else f"{temperature:g}", name, *shown, *means])
     place = "; ".join(dict.fromkeys(f"{row.origin['run']}: {row.origin.get('hardware', 'unknown')}" for row in rows))
     note = f"Measured on: {place}. Speeds of different hardware are not to be compared."
-    return f"{markdown.table([*heads, *(f'mean: {figure}' for figure in repeated)], cells)}\n\n{note}"
+    return f"{markdown.format_table([*heads, *(f'mean: {figure}' for figure in repeated)], cells)}\n\n{note}"
 
 
-def _measurement_key(row: Row) -> tuple:
+def _measurement_key(row: ResultRow) -> tuple:
     """Return what the figures of one measurement have in common."""
     where = json.dumps([row.setting, row.origin], sort_keys=True)
     return row.instrument, row.method, row.benchmark, row.temperature, where
 
 
-def _format_cell(row: Row, taus: dict[tuple, Row]) -> str:
+def _format_cell(row: ResultRow, taus: dict[tuple, ResultRow]) -> str:
     noise = row.figure == "speedup" and is_noise(row, taus.get(_measurement_key(row)))
     return format_figure(row.figure, row.value, row.interval) + NOISE * noise
 
 
-def _format_mean(figure: str, rows: list[Row | None]) -> str:
+def _format_mean(figure: str, rows: list[ResultRow | None]) -> str:
     values = [row.value for row in rows if row and row.value is not None]
     if len(values) < len(rows):
         return "-"
@@ -138,11 +138,11 @@ def _format_mean(figure: str, rows: list[Row | None]) -> str:
 Cell = tuple[str, float]  # benchmark, temperature
 
 
-def compare_taus(rows: list[Row], against: str) -> list[dict[str, Any]]:
+def compare_taus(rows: list[ResultRow], against: str) -> list[dict[str, Any]]:
     """Return for each pair of measurements their names, the mean of their differences over benchmarks and temperatures
     with equal weights, and each difference. `against` replaces a measurement's method, or its run.
     """
-    tables: dict[Facts, dict[Cell, Row]] = {}
+    tables: dict[Facts, dict[Cell, ResultRow]] = {}
     rows = [row for row in rows if row.figure == "tau" and row.counts]
     for facts, row in zip(identify_measurements(rows), rows, strict=True):
         tables.setdefault(facts, {})[row.benchmark, row.temperature or 0.0] = row
@@ -161,7 +161,9 @@ def compare_taus(rows: list[Row], against: str) -> list[dict[str, Any]]:
     return comparisons
 
 
-def _compare_pair(reference_rows: dict[Cell, Row], compared_rows: dict[Cell, Row], pair_name: str) -> dict[str, Any]:
+def _compare_pair(
+    reference_rows: dict[Cell, ResultRow], compared_rows: dict[Cell, ResultRow], pair_name: str
+) -> dict[str, Any]:
     cells = {
         cell: pair_counts(reference_rows[cell], compared_rows[cell]) for cell in compared_rows if cell in reference_rows
     }
@@ -183,7 +185,7 @@ def _compare_pair(reference_rows: dict[Cell, Row], compared_rows: dict[Cell, Row
     return {"difference": mean, "interval": np.quantile(np.mean(draws, axis=0), [0.025, 0.975]), "cells": results}
 
 
-def pair_counts(reference: Row, compared: Row) -> np.ndarray:
+def pair_counts(reference: ResultRow, compared: ResultRow) -> np.ndarray:
     """Return (4, prompts): tokens that verification passes emitted and these passes, of the reference and of the
     compared row, for each prompt to which the target's own answers are the same.
     """
@@ -212,7 +214,7 @@ def format_differences(results: list[dict[str, Any]]) -> str:
     for result in results:
         differences = [_format_difference(result["cells"][cell]) if cell in result["cells"] else "-" for cell in cells]
         lines.append([result["method"], result["against"], _format_difference(result), *differences])
-    return markdown.table(heads, lines)
+    return markdown.format_table(heads, lines)
 
 
 def _format_difference(result: dict[str, Any]) -> str:
@@ -249,7 +251,7 @@ def format_learning_rates(runs: list[Path]) -> str:
             mark = " **best**" if number == 0 and len(trainings) > 1 else ""
             figures = [f"{validation[key]:.3f}" if key in validation else "-" for key in VALIDATION_COLUMNS]
             lines.append([run, name, f"{rate:g}{mark}", *figures])
-    return markdown.table(["run", "draft", "learning rate", *VALIDATION_COLUMNS.values()], lines)
+    return markdown.format_table(["run", "draft", "learning rate", *VALIDATION_COLUMNS.values()], lines)
 
 
 def _quality(validation: dict[str, float]) -> float:

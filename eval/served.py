@@ -31,10 +31,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from eval import results
 from eval.measure.harness import EvalTask
-from eval.measure.prompts import Prompt
+from eval.measure.prompts import BenchmarkPrompt
 from eval.measure.tasks import load_tasks
 from pipeline.artifacts.provenance import provenance
-from pipeline.artifacts.reports import Row, put_rows
+from pipeline.artifacts.reports import ResultRow, replace_rows
 from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.basics.progress import Progress
 from pipeline.basics.public import public_name
@@ -148,7 +148,7 @@ class ServedConversation:
         return [] if self.refused else [answer for answer in self.answers if not answer.failed]
 
 
-class Server:
+class ServerClient:
     """A server at one address. Its methods raise PipelineError if it does not answer as it should."""
 
     def __init__(self, url: str, recipe: Recipe, model: str | None = None):
@@ -202,12 +202,12 @@ class Server:
         """Return vLLM's counters of all answers since it started; None for a server that has none."""
         try:
             response = self._server.client.get(f"{self._server.url}/metrics")
-            return counters(response.text) if response.status_code == 200 else None
+            return parse_counters(response.text) if response.status_code == 200 else None
         except _FAILURES:
             return None
 
 
-def counters(metrics: str) -> Counters | None:
+def parse_counters(metrics: str) -> Counters | None:
     """Return vLLM's counters of draft tokens from Prometheus' text; None if there are none."""
     result = Counters({}, {})
     for sample in (sample for family in text_string_to_metric_families(metrics) for sample in family.samples):
@@ -248,7 +248,7 @@ def read_counts(response: dict[str, Any]) -> Counts | None:
     return counts
 
 
-def converse(server: Server, task: EvalTask, level: str) -> ServedConversation:
+def converse(server: ServerClient, task: EvalTask, level: str) -> ServedConversation:
     """Ask all turns of a prompt, each after the server's own earlier answers; stop after a turn that failed."""
     messages, conversation = task.prompt.messages(), ServedConversation()
     for turn in task.prompt.turns:
@@ -265,7 +265,7 @@ def converse(server: Server, task: EvalTask, level: str) -> ServedConversation:
 
 
 def measure_level(
-    server: Server, tasks: list[EvalTask], concurrency: int, progress: Progress
+    server: ServerClient, tasks: list[EvalTask], concurrency: int, progress: Progress
 ) -> tuple[dict[str, float], list[ServedConversation], str]:
     """Measure a benchmark at one temperature with `concurrency` requests at once. Return the figures; the
     conversations, by task; and the reason why the server's counters give no tau, empty if they do.
@@ -314,7 +314,7 @@ def subtract_counters(before: Counters | None, after: Counters | None, left_out:
     return counts
 
 
-def measure(recipe: Recipe, servers: dict[bool, Server], concurrency: list[int]) -> tuple[list[Row], int]:
+def measure(recipe: Recipe, servers: dict[bool, ServerClient], concurrency: list[int]) -> tuple[list[ResultRow], int]:
     """Measure all benchmarks, temperatures and concurrencies. Return the rows, and how many prompts have another length
     on the server than on this machine. `servers` by whether they draft; they take turns. The rows so far are written
     after each turn.
@@ -322,7 +322,7 @@ def measure(recipe: Recipe, servers: dict[bool, Server], concurrency: list[int])
     tasks, lengths, differ = load_tasks(recipe), _prompt_lengths(recipe), set()
     for server in servers.values():
         converse(server, tasks[0], "warm-up")  # a server's first answer includes compilation
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     facts = provenance(recipe)  # of this machine, which sends the requests; the server's hardware is unknown
     origin = {"run": recipe.name, "recipe_hash": facts["recipe_hash"], "code_revision": facts["code_revision"]}
     origins = {draft: origin | {"model": excerpt(public_name(server.model))} for draft, server in servers.items()}
@@ -346,14 +346,14 @@ def measure(recipe: Recipe, servers: dict[bool, Server], concurrency: list[int])
                 method = "server" if draft else "plain"
                 details = {WITHHELD: {"why": reasons[draft]}}
                 rows += [
-                    Row("served", method, figure, value, **row_facts, details=details.get(figure, {}))
+                    ResultRow("served", method, figure, value, **row_facts, details=details.get(figure, {}))
                     for figure, value in draft_figures.items()
                 ]
-            put_rows(recipe.paths.eval, rows, whole=True)
+            replace_rows(recipe.paths.eval, rows, all_methods=True)
     return rows, len(differ)
 
 
-def _prompt_lengths(recipe: Recipe) -> Callable[[Prompt], int]:
+def _prompt_lengths(recipe: Recipe) -> Callable[[BenchmarkPrompt], int]:
     """Return a function that counts the tokens of a prompt's first turn under the recipe's template."""
     tokenizer = load_tokenizer(recipe.target)
     return cache(lambda prompt: len(prompt_ids(tokenizer, prompt.messages(1))))
@@ -377,9 +377,9 @@ def main() -> None:
     if min(arguments.concurrency) < 1:
         raise PipelineError(f"--concurrency {arguments.concurrency}: expected numbers from 1 on")
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    servers = {True: Server(arguments.url, recipe, arguments.model)}
+    servers = {True: ServerClient(arguments.url, recipe, arguments.model)}
     if arguments.plain_url:
-        servers[False] = Server(arguments.plain_url, recipe, arguments.model)
+        servers[False] = ServerClient(arguments.plain_url, recipe, arguments.model)
     rows, differ = measure(recipe, servers, arguments.concurrency)
     available = {row.figure for row in rows}
     print(results.format_table(rows, [figure for figure in TABLE_FIGURES if figure in available]))

@@ -27,11 +27,11 @@ from itertools import product
 import numpy as np
 from scipy.optimize import nnls
 
-from eval.measure.harness import PLAIN, DecodedPrompt, EvalTask, Harness, pooled
+from eval.measure.harness import PLAIN, DecodedPrompt, EvalTask, Harness, pool_outcomes
 from eval.measure.prompts import load_prompts
 from eval.measure.tasks import digest_drafts, evaluation_lock, make_harness, tuning_conditions
 from pipeline.artifacts.provenance import provenance
-from pipeline.artifacts.reports import Row, origin_of, put_rows, read_tuned_trees
+from pipeline.artifacts.reports import ResultRow, make_origin, read_tuned_trees, replace_rows
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_sealed
 from pipeline.basics.progress import Progress
@@ -73,9 +73,9 @@ def list_trees(method: LoadedMethod, depth: int, nodes: int) -> list[TreeConfig]
     """Return all trees that the method's draft can grow, of at most `depth` levels and `nodes` nodes."""
     config, candidates, trees = method.draft.config, method.tree.candidates, []
     for top_k, levels, size in product(TOP_K, range(1, depth + 1), NODE_COUNTS):
-        for parallel in config.parallels(levels) if levels < size <= nodes else ():
+        for parallel in config.parallel_choices(levels) if levels < size <= nodes else ():
             tree = TreeConfig(depth=levels, top_k=top_k, nodes=size, parallel=parallel, candidates=candidates)
-            if size <= config.most(tree):
+            if size <= config.max_nodes(tree):
                 trees.append(tree)
     return trees
 
@@ -160,7 +160,7 @@ def replay_answers(
             states = harness.states(tokens, [method.draft for method in harness.methods.values()])
             for name, tree in largest.items():
                 draft = harness.methods[name].draft
-                counters[name].append(replay.counter(draft, states, tokens, len(text.prompt), tree))
+                counters[name].append(replay.make_counter(draft, states, tokens, len(text.prompt), tree))
             progress.advance(1)
     return counters
 
@@ -174,7 +174,7 @@ def decode_in_turns(
         for task in tasks:
             outcomes.append((task.benchmark, trial.decode(task)))
             progress.advance(1)
-    records, gates, _ = pooled(outcomes)
+    records, gates, _ = pool_outcomes(outcomes)
     answers = {name: [record.generation for record in records if record.method == name] for name in (PLAIN, *methods)}
     return answers, all(gate.passed for gate in gates.values())
 
@@ -277,9 +277,11 @@ def tune_methods(recipe: Recipe, names: list[str], prompts: int, depth: int, nod
         facts = tune_method(recipe, harness, name, tasks, trees[name], counters)
         tuned[name] = facts | {"for": tuning_conditions(recipe, methods[name], digests)}
         write_sealed(path, tuned)
-        origin = origin_of(recipe, methods[name].draft)
+        origin = make_origin(recipe, methods[name].draft)
         figures = facts["predicted"].items()
-        put_rows(recipe.paths.eval, [Row("predicted", f"{name}-tuned", *figure, origin=origin) for figure in figures])
+        replace_rows(
+            recipe.paths.eval, [ResultRow("predicted", f"{name}-tuned", *figure, origin=origin) for figure in figures]
+        )
     return path
 
 

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeline.serving.load import Loaded
+    from pipeline.serving.load import LoadedRelease
 
 
-def load(folder: str | Path, **options: Any) -> "Loaded":
+def load(folder: str | Path, **options: Any) -> "LoadedRelease":
     """Load a release on its target, to `generate` with. `pipeline.serving.load.load` documents the options."""
     # Imported here, since importing a part of the package must not import the rest.
     from pipeline.serving.load import load as load_release

@@ -24,7 +24,7 @@ from pipeline.artifacts.imported import import_draft
 from pipeline.recipe.load import add_override_argument, add_recipe_arguments, load_recipe
 from pipeline.running import entry, stages
 from pipeline.serving.chat import chat
-from pipeline.serving.export import LAUNCH, export
+from pipeline.serving.export import LAUNCH_COMMANDS, export
 from pipeline.serving.load import load, require_release
 
 
@@ -33,7 +33,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _status(arguments: argparse.Namespace) -> None:
-    stages.status(arguments.recipe, arguments.overrides, arguments.watch)
+    stages.print_status(arguments.recipe, arguments.overrides, arguments.watch)
 
 
 def _import(arguments: argparse.Namespace) -> None:
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     chat_.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the target")
     export_ = command("export", _export)
     export_.add_argument("release", type=Path)
-    export_.add_argument("--to", required=True, choices=sorted(LAUNCH))
+    export_.add_argument("--to", required=True, choices=sorted(LAUNCH_COMMANDS))
     export_.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet")
     export_.add_argument("--target", help="for speculators, whose config names it: OWNER/NAME; for gguf: its folder")
     export_.add_argument("--llama-cpp", type=Path, metavar="CHECKOUT", help="for gguf, which its converter writes")

@@ -24,14 +24,14 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not t
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted import prints nothing
 
-from pipeline.artifacts.provenance import recorded, settings_said, write_provenance
-from pipeline.artifacts.regenerated import DIALOGUES, MANIFEST, are_of
+from pipeline.artifacts.provenance import describe_settings, read_recorded, write_provenance
+from pipeline.artifacts.regenerated import DIALOGUES, MANIFEST, holds_answers_of
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import Journal, atomic_path, exclusive, read_sealed, sha256, write_sealed
+from pipeline.basics.files import Journal, atomic_path, lock_folder, read_sealed, sha256, write_sealed
 from pipeline.basics.progress import Progress
 from pipeline.lm.model import identify, load_tokenizer
 from pipeline.lm.template import template_settings
-from pipeline.recipe.identity import differences, digest, regenerate_hash, regenerate_keys
+from pipeline.recipe.identity import describe_differences, digest, regenerate_hash, regenerate_keys
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry
 from preprocess.dump.driver import require_permanent_output
@@ -49,7 +49,7 @@ def regenerate(recipe: Recipe) -> list[str]:
     """Run or continue the job; return the lines of its report. Raise PipelineError."""
     folder = recipe.paths.regenerated
     require_permanent_output(folder)
-    with exclusive(folder, "regeneration"):
+    with lock_folder(folder, "regeneration"):
         target = identify(recipe.target)
         made_by = {
             "target": target.fingerprint,
@@ -62,15 +62,15 @@ def regenerate(recipe: Recipe) -> list[str]:
         manifest = folder / MANIFEST
         previous = read_sealed(manifest, REMEDY)["made_by"] if manifest.exists() else made_by
         if previous != made_by:
-            identity = differences(previous, made_by, made_by.keys() - {"settings"})
+            identity = describe_differences(previous, made_by, made_by.keys() - {"settings"})
             is_other = previous.get("settings") != made_by["settings"]
-            keys = settings_said(recorded(folder), recipe, regenerate_keys(recipe)) if is_other else ""
+            keys = describe_settings(read_recorded(folder), recipe, regenerate_keys(recipe)) if is_other else ""
             raise PipelineError(
                 f"{folder} holds answers of another target or other settings: "
                 f"{', '.join(filter(None, [keys, identity]))}. Use the recipe that they were made with, or another "
                 "output"
             )
-        if not are_of(str(folder / DIALOGUES), made_by["target"]):
+        if not holds_answers_of(str(folder / DIALOGUES), made_by["target"]):
             _run(recipe, folder, made_by)
         return _report(folder, read_sealed(manifest, REMEDY)["accounting"])
 

@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
-from pipeline.artifacts.features import fetch, of_another_target, require_dump_of, store_of
-from pipeline.artifacts.provenance import OWN_RECIPE, own_recipe, recorded
+from pipeline.artifacts.features import fetch, open_store, require_dump_of, target_differences
+from pipeline.artifacts.provenance import OWN_RECIPE, own_recipe, read_recorded
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.progress import Progress
 from pipeline.features.schema import FeatureSpec
@@ -29,11 +29,11 @@ from pipeline.features.shards import (
     SPLITS,
     Manifest,
     ShardRecord,
-    damages,
+    find_all_damage,
+    find_prompts_damage,
+    find_row_fault,
     open_shard,
     part_starts,
-    prompts_damage,
-    row_fault,
     text_name,
     usable_texts,
 )
@@ -51,7 +51,7 @@ def damaged_shards(folder: Path, manifest: Manifest) -> dict[str, str]:
     """Return name -> fault, over all files of the manifest, all of the folder and the held-out prompts."""
     files, damaged = manifest.files, {}
     with Progress("verify", len(files), "files") as progress:
-        for record, reason in zip(files, damages(folder, files, anew=True), strict=True):
+        for record, reason in zip(files, find_all_damage(folder, files, anew=True), strict=True):
             if reason:
                 damaged[record.name] = reason
             progress.advance(1)
@@ -67,7 +67,7 @@ def damaged_shards(folder: Path, manifest: Manifest) -> dict[str, str]:
             damaged[path.name] = (
                 "the manifest does not list it (a dump that was interrupted leaves such a file; it is redone)"
             )
-    if manifest.complete and (reason := prompts_damage(folder, manifest)):
+    if manifest.complete and (reason := find_prompts_damage(folder, manifest)):
         damaged[HELDOUT_PROMPTS] = reason
     return damaged
 
@@ -114,7 +114,7 @@ def _find_inconsistency(
     table, first, part = texts
     trained = 0
     for number, batch in enumerate(batches, first):
-        if fault := row_fault(batch, table, number, part):
+        if fault := find_row_fault(batch, table, number, part):
             return fault
         trained += int(table.mask(number).sum())
     if trained != record.trained_tokens:
@@ -171,9 +171,9 @@ def _require_runs_folder(folder: Path, recipe: Recipe) -> None:
 
 def _repair(folder: Path, recipe: Recipe, manifest: Manifest, damaged: dict[str, str]) -> None:
     """Dump damaged and missing files again."""
-    require_dump_of(recipe, manifest.spec, partial(recorded, folder), folder)
+    require_dump_of(recipe, manifest.spec, partial(read_recorded, folder), folder)
     _require_runs_folder(folder, recipe)
-    store = store_of(recipe)
+    store = open_store(recipe)
     for name in {record.name for record in manifest.files} & set(damaged):
         if store is not None:
             store.delete(name)
@@ -185,7 +185,7 @@ def _repair(folder: Path, recipe: Recipe, manifest: Manifest, damaged: dict[str,
 def _forward_again(folder: Path, recipe: Recipe, manifest: Manifest, rows: int, against: str | None) -> None:
     """Compare a sample of each set with the target, by another engine where one is named."""
     _require_runs_folder(folder, recipe)
-    if differences := of_another_target(identify(recipe.target), manifest.spec):
+    if differences := target_differences(identify(recipe.target), manifest.spec):
         raise PipelineError(
             f"{folder}: dumped from another target than {recipe.target.model} is now ({'; '.join(differences)}); dump "
             "again"

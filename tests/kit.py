@@ -24,8 +24,8 @@ from pipeline.basics.progress import Progress
 from pipeline.features.shards import Manifest
 from pipeline.recipe.load import override_arguments
 from pipeline.recipe.recipe import Recipe
-from pipeline.running.crew import NOT_YET, Task, Watch
-from pipeline.running.workers import Pool
+from pipeline.running.crew import NO_TASK_YET, Task, Watch
+from pipeline.running.workers import WorkerPool
 from preprocess.dump.driver import dump
 from tests.warm import PATIENCE, ROOT, Forked, run_forked
 
@@ -167,15 +167,15 @@ def without_ray() -> Iterator[None]:
     longer than the work on a tiny one; what Ray does is shown by the tests of the pool and by one job of each kind.
     """
 
-    def results(self: Pool, tasks: Iterator[Task], watch: Watch) -> Iterator[tuple[Task, Any]]:
+    def results(self: WorkerPool, tasks: Iterator[Task], watch: Watch) -> Iterator[tuple[Task, Any]]:
         worker = None
-        for task in (task for task in tasks if task is not NOT_YET):
+        for task in (task for task in tasks if task is not NO_TASK_YET):
             if worker is None:
                 worker = self._make(lambda items, done=0: watch(done, "a shard"))
                 worker.ready()
             yield task, worker.work(task)
 
-    with mock.patch.object(Pool, "results", results):
+    with mock.patch.object(WorkerPool, "results", results):
         yield
 
 

@@ -183,7 +183,7 @@ def unsettled_with(template: str, special: list[str]):
     return tokenizer
 
 
-def settled(template: str, **keywords):
+def tokenizer_with_settings(template: str, **keywords):
     """Return a tokenizer as `load_tokenizer` gives it for a recipe with these keywords; `template_date` is the date."""
     config = {key: keywords.pop(key) for key in ("template_date",) if key in keywords}
     tokenizer = unsettled(template)

@@ -10,9 +10,9 @@ import torch
 from pipeline.artifacts import checkpoint
 from pipeline.decoding import replay
 from pipeline.decoding.config import LoadedMethod, TreeConfig
-from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.generate import Sampling, decode_plain, decode_speculative
 from pipeline.drafts import DRAFTS, Kind, build
-from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.parts.layers import draft_shapes
 from tests.kit import ROOT
 from tests.pipeline.taught import NEVER, greedy, prompt_of, taught
 
@@ -38,18 +38,18 @@ def test_the_pages_draft_is_trained_decoded_replayed_saved_and_loaded(
     draft = taught(loaded_target, embed_head, linear(), prompt, answer)
     method = LoadedMethod(draft, TreeConfig(depth=3, top_k=3, nodes=9))
     for sampling in (Sampling(40, NEVER), Sampling(40, NEVER, temperature=0.8, seed=2)):
-        got = speculative(loaded_target, method, prompt, sampling)
-        assert got.tokens == plain(loaded_target, prompt, sampling).tokens
-    got = speculative(loaded_target, method, prompt, Sampling(40, NEVER))
+        got = decode_speculative(loaded_target, method, prompt, sampling)
+        assert got.tokens == decode_plain(loaded_target, prompt, sampling).tokens
+    got = decode_speculative(loaded_target, method, prompt, Sampling(40, NEVER))
     assert got.acceptance.tau > 2
     states = loaded_target.states(prompt + got.tokens)
-    assert replay.decoded(method, states, prompt + got.tokens, len(prompt)) == got.acceptance
+    assert replay.replay_decoding(method, states, prompt + got.tokens, len(prompt)) == got.acceptance
 
     recipe = tiny_recipe.model_copy(update={"draft": tiny_recipe.draft | {"mine": linear()}})
     checkpoint.save(tmp_path / "mine", draft, draft.state_dict(), recipe, "mine", {})
     loaded = checkpoint.load(tmp_path / "mine", embed_head.fingerprint)
     assert all(torch.equal(x, loaded.state_dict()[name]) for name, x in draft.state_dict().items())
-    assert build(linear(), shapes_of(loaded_target.config)).config == loaded.config
+    assert build(linear(), draft_shapes(loaded_target.config)).config == loaded.config
 
 
 def test_the_page_says_which_three_files_it_touches():

@@ -14,17 +14,17 @@ from safetensors.torch import save_file
 
 import pipeline
 from eval import main as evaluation
-from eval.published import DEFAULT, recipe_of
+from eval.published import DEFAULT_BENCHMARKS, write_release_recipe
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.imported import Imported, import_draft
+from pipeline.artifacts.imported import ImportResult, import_draft
 from pipeline.artifacts.provenance import own_recipe, write_own_recipe
-from pipeline.artifacts.published import fetch
+from pipeline.artifacts.published import download_published
 from pipeline.artifacts.reports import ROWS
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256, write_sealed
 from pipeline.decoding.config import Method, TreeConfig
 from pipeline.lm.config import TargetConfig
-from pipeline.lm.model import identify, identify_if_here
+from pipeline.lm.model import identify, identify_if_local
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry, markdown
@@ -120,12 +120,12 @@ def test_a_targets_index_names_no_file_elsewhere(tiny_target, tmp_path, name):
 def test_whoever_looks_at_a_run_fetches_nothing_of_its_target(tiny_target, publish, tmp_path):
     hub, config = publish(), TargetConfig(model="me/target")
     hub.files = {path.name: path.read_bytes() for path in tiny_target.iterdir()}
-    assert identify_if_here(config) is None and not hub.requests
+    assert identify_if_local(config) is None and not hub.requests
     held = identify(config)
     hub.requests.clear()
-    assert identify_if_here(config) == held and not hub.requests
+    assert identify_if_local(config) == held and not hub.requests
     next((tmp_path / "hub").rglob("model.safetensors")).unlink()
-    assert identify_if_here(config) is None and not hub.requests
+    assert identify_if_local(config) is None and not hub.requests
 
 
 # -- jakiro eval OWNER/NAME --------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def poison(section: str, values: dict[str, Any]) -> Callable[[dict], None]:
 
 def test_nothing_of_a_releases_recipe_becomes_a_setting_but_what_is_asked_for(release, publish):
     publish()
-    path, _ = recipe_of(ADDRESS, ["target.model=me/target"])
+    path, _ = write_release_recipe(ADDRESS, ["target.model=me/target"])
     expected = json.loads(path.read_text())
     shutil.rmtree(path.parents[3])
     shutil.rmtree(constants.HF_HUB_CACHE)
@@ -177,7 +177,7 @@ def test_nothing_of_a_releases_recipe_becomes_a_setting_but_what_is_asked_for(re
         change_sealed(release / "recipe.json", poison(section, values))
     change_sealed(release / "recipe.json", lambda raw: raw.update(output="/", name="../../x"))
     publish()
-    path, _ = recipe_of(ADDRESS, ["target.model=me/target"])
+    path, _ = write_release_recipe(ADDRESS, ["target.model=me/target"])
     assert json.loads(path.read_text()) == expected
     recipe = load_recipe(path, [])
     assert not recipe.target.trust_remote_code and recipe.output == f"runs/{ADDRESS}/{HEAD[:12]}"
@@ -192,14 +192,14 @@ def test_a_releases_benchmark_names_no_file_and_no_address(release, publish):
     gsm8k = {"math": {"source": "benchmark:gsm8k", "prompts": 3}}
     for benchmarks, expected, notes in (
         (foreign | math, gsm8k, [left_out]),
-        (foreign, DEFAULT, [left_out, "measured instead: humaneval"]),
+        (foreign, DEFAULT_BENCHMARKS, [left_out, "measured instead: humaneval"]),
     ):
         change_sealed(
             release / "recipe.json", lambda raw, arguments=benchmarks: raw["eval"].update(benchmarks=arguments)
         )
         publish()
         shutil.rmtree(constants.HF_HUB_CACHE, ignore_errors=True)
-        path, message = recipe_of(ADDRESS, ["target.model=me/target"])
+        path, message = write_release_recipe(ADDRESS, ["target.model=me/target"])
         assert json.loads(path.read_text())["eval"]["benchmarks"] == expected and message[1:] == notes
 
 
@@ -222,7 +222,7 @@ def test_what_is_asked_for_has_its_type_and_bounds(release, publish, section, va
     with pytest.raises(
         PipelineError, match=f"{ADDRESS}: recipe.json: {message}.* is not a value that a release may have"
     ):
-        recipe_of(ADDRESS, ["target.model=me/target"])
+        write_release_recipe(ADDRESS, ["target.model=me/target"])
 
 
 @pytest.mark.parametrize("model", ["../target", "/models/target", "./runs/x", "a/b/c", "embedded:../x", "file:x"])
@@ -232,7 +232,7 @@ def test_a_releases_target_is_no_path(release, publish, model):
         target_of(release)
     publish()
     with pytest.raises(PipelineError, match="is no OWNER/NAME of the Hub"):
-        recipe_of(ADDRESS, [])
+        write_release_recipe(ADDRESS, [])
 
 
 # -- config.json, beside the table of tests/pipeline/test_checkpoint.py ------------------------------------------------
@@ -253,7 +253,7 @@ def test_settings_of_more_modules_than_the_file_has_tensors_take_no_time(release
     change_sealed(release / "config.json", lambda raw: raw["method"].update(tree={"depth": 1, "top_k": 1, "nodes": 2}))
     monkeypatch.setattr(checkpoint, "build", None)
     with pytest.raises(PipelineError, match=r"the settings make \d+ modules, the file holds \d+ tensors"):
-        checkpoint.of_any_target(release, checkpoint.read_config(release))
+        checkpoint.load_for_any_target(release, checkpoint.read_config(release))
 
 
 @pytest.mark.real
@@ -280,7 +280,7 @@ def test_names_in_foreign_files_move_no_cursor(release, tmp_path, capsys):
 
 def print_import(folder: Path) -> None:
     save_file({CURSOR: torch.zeros(1)}, folder / "model.safetensors")
-    imported = Imported()
+    imported = ImportResult()
     imported.note(f"dropped {CURSOR}: nothing here reads it")
     print("\n".join(imported.lines))
     raise PipelineError(f"no place for {CURSOR}")
@@ -322,7 +322,7 @@ def test_a_start_of_somebody_else_gives_weights_and_nothing_else(release, tiny_t
 
 def test_text_of_others_is_no_markup():
     hostile = "# Owned\n| <script>alert(1)</script> [x](http://evil) ![x](y) `x` *x* \\"
-    markup = markdown.plain(hostile)
+    markup = markdown.escape_markdown(hostile)
     assert markup.startswith(r"\# Owned \| &lt;script&gt;alert(1)&lt;/script&gt; \[x\](http\://evil) \!\[x\](y)")
     assert markup.endswith(r" \`x\` \*x\* \\")
 
@@ -338,13 +338,13 @@ def test_how_a_stranger_says_to_have_trained_is_typed_and_no_figure_is_carried_o
     change_sealed(release / "config.json", lambda raw: raw.update(training=raw["training"] | evil))
     publish()
     with pytest.raises(PipelineError, match="template is not a value that a release may have"):
-        fetch(recipe)
+        download_published(recipe)
     more = {"template": "t", "start": {"from": "# Owned"}, "imported": {"from": "<script>"}, "parameters": "many"}
     change_sealed(release / "config.json", lambda raw: raw.update(training=raw["training"] | more))
     (release / ROWS).write_text("<script>")
     publish()
     shutil.rmtree(constants.HF_HUB_CACHE)
-    fetch(recipe)
+    download_published(recipe)
     folder = recipe.paths.draft("jakiro")
     training = checkpoint.read_config(folder).training
     assert not {"start", "imported"} & training.keys() and isinstance(training["parameters"], int)

@@ -14,7 +14,7 @@ from pipeline.artifacts.reports import read_report
 from pipeline.basics.errors import PipelineError
 from pipeline.lm.model import identify
 from pipeline.recipe.load import load_recipe
-from pipeline.running.stages import stages, status
+from pipeline.running.stages import list_stages, print_status
 from tests.kit import (
     call,
     dump_here,
@@ -91,7 +91,7 @@ def test_a_target_that_changed_is_seen_by_every_stage(of_a_folder, tmp_path, cha
     backup = tmp_path / "whole"
     shutil.copytree(target, backup)
     recipe = load_recipe(recipe_file)
-    made = stages(str(recipe_file), [], recipe)
+    made = list_stages(str(recipe_file), [], recipe)
     assert all(stage.state(recipe)[0] for stage in made)
     before = identify(recipe.target)
     try:
@@ -125,7 +125,7 @@ def test_whoever_has_not_the_target_may_look_at_a_run(of_a_folder, tmp_path, cap
     recipe_file, target = of_a_folder
     target.rename(tmp_path / "away")
     try:
-        status(str(recipe_file), [])
+        print_status(str(recipe_file), [])
     finally:
         (tmp_path / "away").rename(target)
     lines = capsys.readouterr().out.splitlines()

@@ -16,15 +16,15 @@ import pytest
 
 import jakiro
 from jakiro import doctor, first_recipe, new, push, recipes
-from jakiro.presets import presets
+from jakiro.presets import load_presets
 from pipeline.artifacts.provenance import revision
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.dtypes import native_dtype
 from pipeline.recipe.identity import run_hash
 from pipeline.recipe.load import load_recipe, override_arguments
-from pipeline.recipe.read import shipped
+from pipeline.recipe.read import shipped_recipes
 from pipeline.recipe.recipe import Recipe
-from preprocess.sources.sizes import look_at, require_sizes
+from preprocess.sources.sizes import require_sizes, summarize_source
 from tests.kit import BIN, ROOT, call, command_environment, write_sharegpt
 
 GB = 10**9
@@ -149,7 +149,7 @@ def test_usage_is_printed_and_an_unknown_command_is_refused(monkeypatch, capsys)
 def test_a_recipe_of_the_project_is_found_by_its_name_and_a_file_goes_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run_hash(load_recipe("demo")) == run_hash(load_recipe(ROOT / "infra/recipes/demo.toml"))
-    assert "qwen3-8b" in shipped() and load_recipe("qwen3-8b").name == "qwen3-8b"
+    assert "qwen3-8b" in shipped_recipes() and load_recipe("qwen3-8b").name == "qwen3-8b"
     with pytest.raises(PipelineError, match=r"recipe dmeo does not exist; did you mean demo\?"):
         load_recipe("dmeo")
     Path("demo").write_text("nonsense")
@@ -160,13 +160,13 @@ def test_a_recipe_of_the_project_is_found_by_its_name_and_a_file_goes_first(tmp_
 def test_recipes_says_target_and_drafts_of_each(capsys):
     call(recipes.main)
     shown = capsys.readouterr().out
-    assert all(f"\n{name}: " in f"\n{shown}" for name in shipped())
+    assert all(f"\n{name}: " in f"\n{shown}" for name in shipped_recipes())
     call(recipes.main, "gpt-oss")
     assert "gpt-oss-20b: openai/gpt-oss-20b; jakiro, eagle\n" in (shown := capsys.readouterr().out)
     assert "qwen" not in shown
 
 
-SOURCE = first_recipe.Source(records=100_000, whole=False, usable=1.0, length=300.0, report="")
+SOURCE = first_recipe.DataSource(records=100_000, complete=False, usable=1.0, length=300.0, report="")
 
 
 def new_arguments(out: Path, target: Path, data: Path, **more: str) -> list[str]:
@@ -194,7 +194,7 @@ def test_a_new_recipe_holds_out_and_warms_up_as_its_data_allow(tiny_target, tmp_
     call(new.main, *new_arguments(out, tiny_target, write_sharegpt(tmp_path / "data.json", count)))
     recipe = load_recipe(out)
     require_sizes(recipe)
-    look = look_at(recipe, 10**6)
+    look = summarize_source(recipe, 10**6)
     required = max(recipe.data.validation_dialogues, recipe.data.heldout_prompts + recipe.data.calibration_prompts)
     assert recipe.eval.benchmarks["heldout"].prompts <= recipe.data.heldout_prompts < look.held_out
     assert required <= 1.5 * look.held_out and look.held_out <= 0.35 * count
@@ -204,7 +204,7 @@ def test_a_new_recipe_holds_out_and_warms_up_as_its_data_allow(tiny_target, tmp_
 
 
 def test_sizes_for_a_large_source_with_gpus_and_on_a_laptop():
-    large = first_recipe.Sizes.of(SOURCE, 8, presets()["eagle"].training)
+    large = first_recipe.Sizes.of(SOURCE, 8, load_presets()["eagle"].training)
     assert (large.heldout_fraction, large.validation, large.heldout_prompts, large.calibration) == (0.02, 256, 100, 16)
     assert (large.max_tokens, large.global_batch, large.epochs, large.warmup) == (None, 16, 20, 2000)
     small = first_recipe.Sizes.of(SOURCE, 2, None)
@@ -266,7 +266,7 @@ def test_new_shares_the_gpus_between_workers_of_a_size_that_holds_the_target(gpu
     assert (recipe.features.gpus_per_worker or 1) * recipe.features.workers <= gpus
 
 
-@pytest.mark.parametrize("draft", presets())
+@pytest.mark.parametrize("draft", load_presets())
 def test_new_gives_every_kind_a_small_tree_on_a_cpu(draft, tmp_path):
     recipe = written_for(first_recipe.Machine(0, 0), tmp_path, draft=draft)
     tree, in_one = recipe.tree(draft), recipe.draft[draft].kind in ("jakiro", "p-eagle")  # both levels from one forward
@@ -306,7 +306,7 @@ def test_doctor_reports_a_missing_ray_head_and_a_long_socket_path(monkeypatch, t
     assert [finding.verdict for finding in doctor.check_ray()] == ["ok"]
     long = tmp_path / ("x" * 60)
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    monkeypatch.setattr("pipeline.running.cluster.SHORT", str(long))
+    monkeypatch.setattr("pipeline.running.cluster.SHORT_FOLDER", str(long))
     (finding,) = doctor.check_ray()
     assert finding.verdict == "fix" and "a path of at most" in finding.subject and "RAY_TMPDIR" in finding.remedy
 
@@ -354,6 +354,6 @@ def test_doctor_exits_with_1_if_something_is_to_fix(monkeypatch, capsys):
 
 def test_push_hands_the_repository_to_the_evaluation(monkeypatch):
     begun = []
-    monkeypatch.setattr(push.jakiro, "begin", lambda name, arguments: begun.append((name, arguments)))
+    monkeypatch.setattr(push.jakiro, "start_command", lambda name, arguments: begun.append((name, arguments)))
     call(push.main, "demo", "me/draft", "--set", "output=runs/x")
     assert begun == [("eval", ["demo", "--set", "output=runs/x", "--push", "me/draft"])]

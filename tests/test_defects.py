@@ -9,10 +9,10 @@ import torch
 
 from pipeline.decoding import generate
 from pipeline.decoding.contract import DraftRequest, Frontier, RoundInput
-from pipeline.decoding.generate import Sampling, plain, speculative
-from pipeline.drafts import objective_of, parameter_count
+from pipeline.decoding.generate import Sampling, decode_plain, decode_speculative
+from pipeline.drafts import make_objective, parameter_count
 from pipeline.features.batch import collate
-from pipeline.features.schema import Row
+from pipeline.features.schema import TextRow
 from tests.pipeline.taught import NEVER, VARIANTS, greedy, grown, make_draft, prompt_of, states_for, taught
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
@@ -59,8 +59,8 @@ def test_a_wrong_rule_gives_other_answers_than_plain_decoding(loaded_target, tra
 
     def is_equal(seed: int) -> bool:
         sampling, method = Sampling(20, NEVER, **settings, seed=seed), grown(draft, depth=4, top_k=4, nodes=20)
-        got = speculative(loaded_target, method, prompt, sampling, lambda *arguments: rounds.append(arguments))
-        return got.tokens == plain(loaded_target, prompt, sampling).tokens
+        got = decode_speculative(loaded_target, method, prompt, sampling, lambda *arguments: rounds.append(arguments))
+        return got.tokens == decode_plain(loaded_target, prompt, sampling).tokens
 
     assert all(map(is_equal, range(3)))
     monkeypatch.setattr(generate, "accept_best", lambda tree, following: flawed(tree, rounds[-1][2], following))
@@ -79,7 +79,7 @@ def test_a_target_that_sees_other_paths_gives_other_answers(loaded_target, train
         return tree
 
     def is_equal() -> bool:
-        got = speculative(loaded_target, grown(draft, depth=4, top_k=4, nodes=20), prompt, Sampling(20, NEVER))
+        got = decode_speculative(loaded_target, grown(draft, depth=4, top_k=4, nodes=20), prompt, Sampling(20, NEVER))
         return got.tokens == greedy(loaded_target, prompt, 20)
 
     assert is_equal()
@@ -132,7 +132,7 @@ def test_a_head_that_learns_the_prompt_depends_on_it(loaded_target, embed_head, 
     losses = []
     for token in (1, 2):
         tokens[5] = token  # of the prompt
-        row = Row("one", tokens.copy(), mask | all_trained, states[:, 0])
-        batch = collate([row], objective_of(draft.config), dict.fromkeys(objective_of(draft.config).groups, 8))
-        losses.append(float(objective_of(draft.config).loss(draft, batch)[0]))
+        row = TextRow("one", tokens.copy(), mask | all_trained, states[:, 0])
+        batch = collate([row], make_objective(draft.config), dict.fromkeys(make_objective(draft.config).groups, 8))
+        losses.append(float(make_objective(draft.config).loss(draft, batch)[0]))
     assert (losses[0] != losses[1]) == all_trained

@@ -71,7 +71,13 @@ def test_each_guarantee_names_a_test():
     tests = " ".join(
         re.findall(r"^def (test_\w+)", "\n".join(p.read_text() for p in ROOT.glob("tests/**/test_*.py")), re.M)
     )
-    claims = (ROOT / "docs/scope.md").read_text().partition("| what goes wrong elsewhere |")[2].partition("\n\n")[0].splitlines()[2:]
+    claims = (
+        (ROOT / "docs/scope.md")
+        .read_text()
+        .partition("| what goes wrong elsewhere |")[2]
+        .partition("\n\n")[0]
+        .splitlines()[2:]
+    )
     assert len(claims) >= 10
     for claim in claims:
         name = re.search(r"`(\w+)` \|$", claim)

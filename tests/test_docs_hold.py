@@ -18,14 +18,14 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import DEFAULTS
 from pipeline.drafts import DRAFTS
 from pipeline.drafts.eagle3 import DECAY, Eagle3Config
-from pipeline.drafts.parallel.p_eagle import LEAST
+from pipeline.drafts.parallel.p_eagle import MIN_KEEP_RATE
 from pipeline.drafts.prompt_lookup import LONGEST
 from pipeline.features.schema import VERSION
 from pipeline.lm.config import TargetConfig
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import TrainConfig
-from pipeline.serving.export import LAUNCH
+from pipeline.serving.export import LAUNCH_COMMANDS
 from tests.kit import ROOT
 from tests.pipeline.families import FAMILIES
 from tests.test_docs import GUIDES, PAGES
@@ -183,12 +183,12 @@ def test_named_kinds_and_engines_exist():
     assert {f"{kind} on {frame}" if frame else kind for kind, frame in named} == set(DRAFTS)
     serving, commands = ((ROOT / f"docs/{name}.md").read_text() for name in ("serving", "commands"))
     head = serving.partition("## In engines")[2].partition("| `eagle` |")[0].lower()
-    assert all(engine in head for engine in LAUNCH)
+    assert all(engine in head for engine in LAUNCH_COMMANDS)
     [line] = re.findall(r"^\| `export .*", commands, re.MULTILINE)
-    assert all(engine in line for engine in LAUNCH)
+    assert all(engine in line for engine in LAUNCH_COMMANDS)
     for page in PAGES:
         for name in re.findall(r"--to (\w+)", page.read_text()):
-            assert name in LAUNCH, f"{page.name}: --to {name}"
+            assert name in LAUNCH_COMMANDS, f"{page.name}: --to {name}"
         assert "no export to" not in page.read_text(), page.name
 
 
@@ -216,7 +216,7 @@ def test_each_folder_of_the_code_is_listed():
         ("docs/training.md", r"ttt_steps = (\d+)", Eagle3Config().ttt_steps),
         ("docs/training.md", r"loss weighs ([\d.]+) of the one before", DECAY),
         ("docs/training.md", r"weighs ([\d.]+)\^s", DECAY),
-        ("docs/training.md", r"share max\([\d.]+\^s, ([\d.]+)\)", LEAST),
+        ("docs/training.md", r"share max\([\d.]+\^s, ([\d.]+)\)", MIN_KEEP_RATE),
         ("docs/training.md", r"global_batch = (\d+)", TrainConfig().global_batch),
         ("docs/training.md", r"micro_batch = (\d+)", TrainConfig().micro_batch),
         ("docs/feature-shards.md", r"Feature shards, version (\d+)", VERSION),

@@ -11,18 +11,19 @@ from pipeline.artifacts.curves import METRICS, read_metrics
 from pipeline.artifacts.features import feature_spec
 from pipeline.artifacts.reports import read_rows
 from pipeline.basics import embedded
-from pipeline.drafts import build, objective_of
-from pipeline.drafts.parts.layers import shapes_of
-from pipeline.features.batch import collate, counts
+from pipeline.drafts import build, make_objective
+from pipeline.drafts.parts.layers import draft_shapes
+from pipeline.features.batch import collate
+from pipeline.features.positions import count_positions
 from pipeline.features.shards import ANSWERS, FeatureStore
 from pipeline.lm.chat import Unusable, encode
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import load_config, load_embed_head, load_tokenizer
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.sections import DataConfig
-from preprocess.dump.plan import Plan
+from preprocess.dump.plan import DumpPlan
 from preprocess.sources.dialogues import clean
-from preprocess.sources.read import Tail, read_records
+from preprocess.sources.read import TornTail, read_records
 from tests.kit import ROOT, call, dump_here, override_arguments
 from tests.train.runs import train_here
 from train import acceptance
@@ -63,7 +64,7 @@ def test_the_template_masks_the_answers_only():
 
 
 def test_the_embedded_dialogues_are_read_to_their_torn_end():
-    tail, usable, reasons = Tail(), 0, {}
+    tail, usable, reasons = TornTail(), 0, {}
     for record in read_records(DataConfig(source="embedded:sharegpt"), tail):
         try:
             clean(record, "reject")
@@ -78,7 +79,7 @@ def test_the_embedded_dialogues_are_read_to_their_torn_end():
 def test_the_demos_plan_is_the_one_that_its_figures_are_of():
     """The same dialogues on the same sides, token for token, and the same questions."""
     recipe, state = load_recipe(ROOT / "infra/recipes/demo.toml"), hashlib.sha256()
-    plan = Plan(recipe, load_tokenizer(recipe.target))
+    plan = DumpPlan(recipe, load_tokenizer(recipe.target))
     for task in plan.tasks():
         ids = [document.doc_id for document in task.documents]
         state.update(f"{task.split} {task.index} {task.fingerprint} {ids}".encode())
@@ -127,7 +128,7 @@ def test_the_estimate_of_tau_is_what_decoding_the_same_prompts_gives(smoke_run):
     recipe = load_recipe(SMOKE, [f"output={smoke_run}", f"draft.{name}.vocabulary=256"])
     answers = FeatureStore(recipe.paths.features, ANSWERS, feature_spec(recipe))
     rows = [answers.row(number) for number in range(len(answers))]
-    draft = build(recipe.draft[name], shapes_of(load_config(TARGET)))
+    draft = build(recipe.draft[name], draft_shapes(load_config(TARGET)))
     draft.initialise(0)
     marked_tokens = {token for row in rows for token in row.input_ids[row.loss_mask.astype(bool)].tolist()}
     draft.set_vocabulary(
@@ -136,8 +137,8 @@ def test_the_estimate_of_tau_is_what_decoding_the_same_prompts_gives(smoke_run):
         )
     )
     draft.bind(load_embed_head(TARGET))
-    objective = objective_of(draft.config)
-    totals = counts([objective.positions(row.input_ids, row.loss_mask) for row in rows])
+    objective = make_objective(draft.config)
+    totals = count_positions([objective.positions(row.input_ids, row.loss_mask) for row in rows])
     batch = collate(rows, objective, totals).to(torch.device("cpu"), torch.float32)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=2e-3)
     for _ in range(40):
@@ -145,8 +146,8 @@ def test_the_estimate_of_tau_is_what_decoding_the_same_prompts_gives(smoke_run):
         objective.loss(draft, batch)[0].backward()
         optimizer.step()
     draft.eval().requires_grad_(False)
-    watched = acceptance.both(draft, recipe.tree(name))
-    estimated = acceptance.estimate(draft, watched, answers, 0, 1)
+    watched = acceptance.tree_and_chain(draft, recipe.tree(name))
+    estimated = acceptance.estimate_acceptance(draft, watched, answers, 0, 1)
     for shape, method in watched.items():
         decoded = acceptance.Decoder(recipe, answers, draft, method.tree).tau(draft.state_dict(), quiet=True)
         print(f"{name}, {shape}: estimated tau {estimated[shape].tau:.4f}, decoded {decoded:.4f}")

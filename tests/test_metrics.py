@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from jakiro import metrics
 from pipeline.basics import progress
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import exclusive
-from pipeline.basics.progress import Progress, publish
+from pipeline.basics.files import lock_folder
+from pipeline.basics.progress import Progress, set_record_path
 from pipeline.running import stages
 from tests.kit import call, free_port, recipe_tree, write_recipe, write_sharegpt
 
@@ -19,7 +19,7 @@ from tests.kit import call, free_port, recipe_tree, write_recipe, write_sharegpt
 def run(tmp_path, monkeypatch) -> Path:
     """Return the folder of a run whose dump is at 4 of 10 tokens; this process records there until the test ends."""
     monkeypatch.setattr(progress, "_place", None)
-    publish(tmp_path / "tiny", "dump")
+    set_record_path(tmp_path / "tiny", "dump")
     with Progress("dump", 10, "tokens") as shown:
         shown.advance(4, **{"shards": 2, "tokens/s": "1,234", "waiting": "12%", "now": "shard 3"})
     return tmp_path / "tiny"
@@ -58,7 +58,7 @@ def test_status_watches_until_all_is_done(recipe, monkeypatch, capsys):
     for name in ("features_state", "train_state", "eval_state"):
         monkeypatch.setattr(stages, name, state)
     monkeypatch.setattr(stages.time, "sleep", looks.append)
-    stages.status(str(recipe), [], watch=3)
+    stages.print_status(str(recipe), [], watch=3)
     text = capsys.readouterr().out
     assert looks == [3, 3] and text.count("to do  preprocess") == 2 and text.count("done   preprocess") == 1
     assert text.count("  dump: 4 of 10 tokens (40%)") == 2
@@ -66,14 +66,14 @@ def test_status_watches_until_all_is_done(recipe, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("stage", "folder"), [("preprocess", "features"), ("train", "drafts/eagle"), ("eval", "eval")])
 def test_status_says_which_stage_runs(run, recipe, capsys, stage, folder):
-    with exclusive(run / folder, "work"):
-        stages.status(str(recipe), [])
+    with lock_folder(run / folder, "work"):
+        stages.print_status(str(recipe), [])
         with (
             pytest.raises(PipelineError),
-            exclusive(run / folder, "work"),
+            lock_folder(run / folder, "work"),
         ):  # `status` neither takes nor releases the lock
             pass
-    stages.status(str(recipe), [])
+    stages.print_status(str(recipe), [])
     lines = capsys.readouterr().out.splitlines()
     words = [line.split()[0] for line in lines if line.startswith("  ") and "dump" not in line]
     assert words == ["runs" if name == stage else "to" for name in ("preprocess", "train", "eval")] + ["to"] * 3

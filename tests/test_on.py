@@ -24,14 +24,14 @@ def recipe(tiny_target, tmp_path) -> Path:
     return write_recipe(tree, tmp_path / "tiny.toml")
 
 
-def job(stage: str, command: str, cancel: str = "true") -> run.Job:
-    return run.Job(stage, ["bash", "-c", command], ["bash", "-c", cancel])
+def job(stage: str, command: str, cancel: str = "true") -> run.ClusterJob:
+    return run.ClusterJob(stage, ["bash", "-c", command], ["bash", "-c", cancel])
 
 
 def test_a_stage_that_fails_ends_the_run(capfd):
-    run.follow([job("dump", "echo output of dump")])
+    run.run_jobs([job("dump", "echo output of dump")])
     with pytest.raises(PipelineError, match=r"train failed \(status 3\): its output is above"):
-        run.follow([job("train", "echo output of training; exit 3")])
+        run.run_jobs([job("train", "echo output of training; exit 3")])
     shown = capfd.readouterr().out
     assert shown.index("output of dump") < shown.index("output of training")
 
@@ -40,7 +40,7 @@ def test_a_feeder_runs_beside_its_training_and_goes_when_that_fails(tmp_path, ca
     wait = f"until [ -e {tmp_path}/fed ]; do sleep 0.1; done; exit 3"
     feed = job("feed", f"touch {tmp_path}/fed; exec sleep 60", f"touch {tmp_path}/cancelled")
     with pytest.raises(PipelineError, match=r"train failed"):
-        run.follow([job("train", wait), feed])
+        run.run_jobs([job("train", wait), feed])
     shown = capsys.readouterr().out
     assert "train, feed: starts on the cluster" in shown and "feed: cancelled" in shown
     assert (tmp_path / "cancelled").exists()
@@ -51,8 +51,8 @@ def test_an_interrupt_says_how_to_cancel_and_leaves_the_job(tmp_path):
 from jakiro import run
 from pipeline.running import entry
 
-job = run.Job("dump", ["bash", "-c", "touch {tmp_path}/began; exec sleep 60"], ["touch", "{tmp_path}/cancelled"])
-entry.run(lambda: run.follow([job]))
+job = run.ClusterJob("dump", ["bash", "-c", "touch {tmp_path}/began; exec sleep 60"], ["touch", "{tmp_path}/cancelled"])
+entry.run(lambda: run.run_jobs([job]))
 """
     environment = command_environment(PYTHONPATH=f"{ROOT}:{ROOT}/infra/command")
     with subprocess.Popen(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from infra.plan import engine, speeds
-from infra.plan.__main__ import SPEEDS, count_answers, find_warnings, format_disk_warning, make
+from infra.plan.__main__ import SPEEDS, count_answers, find_warnings, format_disk_warning, make_plan
 from infra.plan.memory import (
     TEXT_ROW_BYTES,
     activation_bytes,
@@ -24,18 +24,18 @@ from infra.plan.memory import (
     step_bytes,
 )
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.progress import duration
+from pipeline.basics.progress import format_duration
 from pipeline.drafts import TrainedDraft, build, parameter_count
 from pipeline.drafts.jakiro import JakiroConfig
 from pipeline.drafts.parallel.dflash import DFlashConfig
 from pipeline.drafts.parallel.dspark import DSparkConfig
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
-from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.drafts.skipper import SkipperConfig
 from pipeline.features.batch import Batch
-from pipeline.features.schema import FP8, FeatureSpec, Row, row_dtype, token_bytes
+from pipeline.features.schema import FP8, FeatureSpec, TextRow, row_dtype, token_bytes
 from pipeline.features.shards import write_features
-from pipeline.lm.model import DTYPES, load_config, parameter_count_of
+from pipeline.lm.model import DTYPES, count_parameters, load_config
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import BenchmarkConfig, TrainConfig
@@ -49,7 +49,7 @@ def changed(recipe: Recipe, section: str, **keys) -> Recipe:
 
 def planned(recipe: Recipe, config=None, **shapes) -> TrainedDraft:
     with torch.device("meta"):
-        return build(config or recipe.draft["jakiro"], {**shapes_of(load_config(recipe.target)), **shapes})
+        return build(config or recipe.draft["jakiro"], {**draft_shapes(load_config(recipe.target)), **shapes})
 
 
 def test_steps_are_whole_global_batches_of_dialogues_or_of_packed_rows(tiny_recipe):
@@ -113,12 +113,12 @@ def test_the_dump_speed_is_measured_over_full_batches_within_the_time_limit(monk
 
 def test_a_probe_ends_after_its_time_with_what_it_measured(monkeypatch):
     clock = iter(range(0, 10_000, 8))  # seconds: each call takes eight, or what comes between
-    monkeypatch.setattr(speeds, "now", lambda device: next(clock))
+    monkeypatch.setattr(speeds, "synchronized_time", lambda device: next(clock))
     calls: list[int] = []
     assert speeds.mean_seconds(lambda: calls.append(1), torch.device("cpu"), 4, 5) == 8
     assert len(calls) == 3  # 24 s, and the last one counts: warm ones are better than none
     quick = iter(number / 100 for number in range(100_000))
-    monkeypatch.setattr(speeds, "now", lambda device: next(quick))
+    monkeypatch.setattr(speeds, "synchronized_time", lambda device: next(quick))
     calls.clear()
     assert speeds.mean_seconds(lambda: calls.append(1), torch.device("cpu"), 4, 20, calls=52) == pytest.approx(0.01)
     assert len(calls) == 52
@@ -150,12 +150,14 @@ def test_a_plan_of_a_window_has_the_workers_that_keep_up_with_training(tiny_reci
     """The dump has a tenth of training's speed; two drafts of an epoch each read states that are all computed again."""
     known_speeds = {"dump-speed": 100.0, "train-speed": 1000.0, "decode-ms": 36.0}
     recipe = changed(changed(tiny_recipe, "train", window=1, epochs=1, ranks=1), "features", keep="window")
-    figures = make(recipe, known_speeds).figures
+    figures = make_plan(recipe, known_speeds).figures
     assert figures["train: dump workers"] == 10
     assert figures["dump: hours"] > figures["train: eagle: hours"] + figures["train: jakiro: hours"]
     hours = {key.removesuffix(": hours"): value for key, value in figures.items() if key.endswith(": hours")}
     assert hours.pop("all") == pytest.approx(sum(hours.values()), abs=4e-6)  # on a CPU they share its cores
-    elsewhere = make(changed(changed(recipe, "target", device="cuda"), "train", together=True), known_speeds).figures
+    elsewhere = make_plan(
+        changed(changed(recipe, "target", device="cuda"), "train", together=True), known_speeds
+    ).figures
     needs = (elsewhere[f"train: {name}: memory"] for name in recipe.to_train)
     assert elsewhere["train: memory of all"] == pytest.approx(sum(needs))
     assert elsewhere["all: hours"] == pytest.approx(elsewhere["dump: hours"] + hours["eval"], abs=2e-6)
@@ -166,7 +168,7 @@ def test_the_planned_bytes_of_a_row_are_those_of_the_files(tmp_path, dtype, laye
     spec = FeatureSpec(32, dtype, "", "", "", "", auxiliary_layers=" ".join(map(str, layers)))
     states_TSD = torch.ones(9, 1 + len(layers), 32, dtype=row_dtype(dtype))
     states = [states_TSD[:, 0], states_TSD[:, 1:] if layers else None]
-    row = Row("abcdefgh-0123", np.ones(9, np.int32), np.ones(9, np.uint8), *states)
+    row = TextRow("abcdefgh-0123", np.ones(9, np.int32), np.ones(9, np.uint8), *states)
     sizes = []
     for count in (10, 110):
         manifest = write_features(tmp_path / str(count), spec, {"train": [[row] * count]})
@@ -176,21 +178,21 @@ def test_the_planned_bytes_of_a_row_are_those_of_the_files(tmp_path, dtype, laye
 
 
 def test_hours_on_a_missing_device_are_unknown_without_its_speed(tiny_recipe, monkeypatch):
-    monkeypatch.setattr("pipeline.basics.accelerator.accelerator", lambda: None)
+    monkeypatch.setattr("pipeline.basics.accelerator.current_accelerator", lambda: None)
     known_speeds = {"dump-speed": 1000.0, "train-speed": 1000.0}
     recipe = changed(changed(tiny_recipe, "target", device="cuda"), "eval", repeats=2)
-    missing = make(recipe, {**known_speeds, "decode-ms": None})
+    missing = make_plan(recipe, {**known_speeds, "decode-ms": None})
     assert missing.rows[-1][1:3] == ["time", "unknown"] and missing.figures["eval: hours"] is None
     assert ["eval", "time", "unknown with 1 worker, 1 GPUs", "no such device here: give --decode-ms"] in missing.rows
-    plan = make(recipe, {**known_speeds, "decode-ms": 36.0})
+    plan = make_plan(recipe, {**known_speeds, "decode-ms": 36.0})
     assert plan.figures["eval: hours"] == pytest.approx(24 * 8 * 0.036 / 3600, abs=1e-6)
-    eight = make(changed(recipe, "eval", workers=8, gpus_per_worker=2), {**known_speeds, "decode-ms": 36.0 * 8e3})
+    eight = make_plan(changed(recipe, "eval", workers=8, gpus_per_worker=2), {**known_speeds, "decode-ms": 36.0 * 8e3})
     assert eight.figures["eval: hours"] == pytest.approx(24 * 8 * 36 / 3600, abs=1e-6)
     assert ["eval", "time", "1.9 h with 8 workers, 16 GPUs"] in [row[:3] for row in eight.rows]
-    spread = make(changed(recipe, "target", device="spread"), {**known_speeds, "decode-ms": 36.0})
+    spread = make_plan(changed(recipe, "target", device="spread"), {**known_speeds, "decode-ms": 36.0})
     assert ["eval", "time", "7 s with 1 worker, over all GPUs"] in [row[:3] for row in spread.rows]
     total = sum(plan.figures[f"{stage}: hours"] for stage in ("dump", "train: eagle", "train: jakiro", "eval"))
-    assert plan.rows[-1] == ["all", "time", duration(3600 * total), "their sum"]
+    assert plan.rows[-1] == ["all", "time", format_duration(3600 * total), "their sum"]
 
 
 def test_the_disk_warning_does_not_propose_the_dtype_that_is_used():
@@ -245,7 +247,7 @@ def test_memory_of_decoding_while_training(tiny_recipe):
     draft = planned(recipe)
     kinds = ("never", "always", "last")
     never, always, last = (rank_bytes(changed(recipe, "train", decode=kind), draft, 1) for kind in kinds)
-    decoding = (parameter_count_of(recipe.target) + parameter_count(draft)) * DTYPES[recipe.target.dtype].itemsize
+    decoding = (count_parameters(recipe.target) + parameter_count(draft)) * DTYPES[recipe.target.dtype].itemsize
     assert always == never + decoding
     assert last == never + max(0, decoding - step_bytes(recipe, draft))
 
@@ -278,7 +280,7 @@ FORWARDS = {
 @pytest.mark.parametrize("recompute", [False, True])
 def test_counted_activations_equal_those_of_a_real_forward(tiny_recipe, embed_head, name, recompute):
     recipe, config = changed(tiny_recipe, "train", micro_batch=2), FORWARDS[name]
-    draft = build(config, shapes_of(load_config(recipe.target)))
+    draft = build(config, draft_shapes(load_config(recipe.target)))
     draft.initialise(0)
     if config.vocabulary:
         draft.set_vocabulary(torch.arange(128))
@@ -310,7 +312,7 @@ def test_counted_activations_equal_those_of_a_real_forward(tiny_recipe, embed_he
 
 def test_memory_of_evaluation(tiny_recipe):
     """All is in float32; packing keeps both forms of the weights for a while."""
-    weights = 4 * parameter_count_of(tiny_recipe.target)
+    weights = 4 * count_parameters(tiny_recipe.target)
     plain = evaluation_bytes(tiny_recipe)
     cache = 2 * 2 * 2 * 8 * (160 + 8) * 4  # keys and values of 2 layers, 2 heads of 8
     assert weights + cache < plain < weights + cache + 1e6
@@ -393,13 +395,13 @@ def test_quantised_weights_take_what_their_files_take(tiny_recipe, tmp_path):
 def test_a_plan_with_an_engine_requires_its_speed(tiny_recipe):
     recipe = changed(tiny_recipe, "target", engine="vllm", engine_python="/no/python")
     known_speeds = {"train-speed": 1000.0, "decode-ms": 36.0}
-    missing = make(recipe, {**known_speeds, "dump-speed": None})
+    missing = make_plan(recipe, {**known_speeds, "dump-speed": None})
     assert ["dump", "states", "unknown", "tokens/s are not known"] in missing.rows
     assert "no such engine here: give --dump-speed" in {row[3] for row in missing.rows}
     assert missing.figures["dump: hours"] is missing.figures["dump: states"] is None
-    plan = make(recipe, {**known_speeds, "dump-speed": 1000.0})
+    plan = make_plan(recipe, {**known_speeds, "dump-speed": 1000.0})
     assert plan.figures["dump: states"] == 1000 * 32 * 4  # float32 on their way, bfloat16 in the shards
-    answering = make(changed(recipe, "data", answers="target"), {**known_speeds, "dump-speed": None})
+    answering = make_plan(changed(recipe, "data", answers="target"), {**known_speeds, "dump-speed": None})
     assert "answering is not timed: give --dump-speed" in {row[3] for row in answering.rows}
     text = "0.128 MB/s a worker to shared memory, 0.069 MB/s to disk"
     assert ["dump", "states", text, "bytes a token x tokens/s"] in plan.rows
@@ -407,7 +409,7 @@ def test_a_plan_with_an_engine_requires_its_speed(tiny_recipe):
 
 def test_a_local_engine_is_timed(tiny_recipe, tmp_path):
     python = environment(tmp_path / "environment")
-    plan = make(
+    plan = make_plan(
         changed(tiny_recipe, "target", engine="vllm", engine_python=python),
         {"dump-speed": None, "train-speed": 1000.0, "decode-ms": 36.0},
     )
@@ -421,7 +423,7 @@ def test_a_local_engine_is_timed(tiny_recipe, tmp_path):
 def test_gpus_that_cannot_share_the_heads_are_refused(tiny_recipe, tmp_path, parallel):
     recipe = by_engine(tiny_recipe, tmp_path, LLAMA_70B | {"num_key_value_heads": 4}, tensor_parallel=parallel)
     with pytest.raises(PipelineError, match=f"tensor_parallel={parallel} does not share .* 64 heads and 4 of keys"):
-        make(recipe, dict.fromkeys(("dump-speed", "train-speed", "decode-ms")))
+        make_plan(recipe, dict.fromkeys(("dump-speed", "train-speed", "decode-ms")))
 
 
 def test_an_engine_uses_gpus_of_one_machine(tiny_recipe, tmp_path, monkeypatch):
@@ -445,5 +447,5 @@ def test_a_plan_warns_of_a_warm_up_that_training_may_refuse(more, warned, tiny_t
     tree = recipe_tree(tiny_target, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
     tree["train"] |= more
     recipe = load_recipe(str(write_recipe(tree, tmp_path / "tiny.toml")), [])
-    lines = list(find_warnings(make(recipe, dict.fromkeys(SPEEDS, 1.0))))
+    lines = list(find_warnings(make_plan(recipe, dict.fromkeys(SPEEDS, 1.0))))
     assert ["refuses train.warmup_steps=900 of about " in line for line in lines] == [True] * warned

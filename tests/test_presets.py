@@ -5,10 +5,10 @@ from argparse import Namespace
 import pytest
 
 from jakiro import first_recipe
-from jakiro.first_recipe import settings_for
-from jakiro.presets import presets, toml
+from jakiro.first_recipe import draft_settings
+from jakiro.presets import format_toml, load_presets
 from pipeline.decoding.config import Method, TreeConfig
-from pipeline.drafts import DRAFTS, kind_of, settings_from
+from pipeline.drafts import DRAFTS, kind_key, load_settings
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.read import read_tree
 from pipeline.recipe.recipe import Recipe
@@ -89,7 +89,7 @@ def written(name: str, folder) -> Recipe:
     """Return the recipe that `new` writes on a machine with four GPUs."""
     config, machine = configuration("llama3-instruct-8b"), first_recipe.Machine(4, 80e9)
     arguments = {"target": "OWNER/NAME", "data": None, "draft": name, "license": "llama3", "preset": "paper"}
-    source = first_recipe.Source(records=100_000, whole=False, usable=1.0, length=600.0, report="")
+    source = first_recipe.DataSource(records=100_000, complete=False, usable=1.0, length=600.0, report="")
     config.max_position_embeddings = 8192
     out = folder / "my.toml"
     out.write_text(first_recipe.recipe_text(Namespace(**arguments, out=out), config, machine, 16e9, source))
@@ -101,7 +101,7 @@ def test_a_preset_writes_what_the_papers_recipe_held(name, tmp_path):
     """Return all settings but those that depend on the machine, and the choice of weights to keep."""
     recipe = written(name, tmp_path)
     assert recipe.train == TrainConfig(**trained(name), ranks=4, keep="best")
-    assert recipe.draft == {name: settings_from(DRAFT[name])}
+    assert recipe.draft == {name: load_settings(DRAFT[name])}
     method = Method(tree=TreeConfig(**TREES.get(name, {})))
     assert recipe.tree(name) == method.resolved(recipe.draft[name], name, TreeConfig()).resolved_tree
     data = recipe.data
@@ -116,14 +116,14 @@ def test_a_preset_writes_what_the_papers_recipe_held(name, tmp_path):
 def test_settings_follow_the_target_as_in_its_recipe(target):
     for name, more in OF_TARGETS[target].items():
         identity = {key: value for key, value in DRAFT[name].items() if key in ("kind", "frame")}
-        assert settings_for(presets()[name], configuration(target), paper=True) == identity | more
+        assert draft_settings(load_presets()[name], configuration(target), paper=True) == identity | more
 
 
 def test_every_draft_that_is_trained_has_a_preset():
-    assert {kind_of(preset.settings) for preset in presets().values()} == {
+    assert {kind_key(preset.settings) for preset in load_presets().values()} == {
         kind for kind, entry in DRAFTS.items() if entry.config.trained
     }
-    assert set(presets()) == {*TRAIN, "dspark"}  # of which there was no recipe
+    assert set(load_presets()) == {*TRAIN, "dspark"}  # of which there was no recipe
 
 
 @pytest.mark.parametrize(
@@ -138,13 +138,13 @@ def test_every_draft_that_is_trained_has_a_preset():
 def test_an_example_is_what_the_presets_say(recipe, names):
     loaded, target = load_recipe(recipe), recipe.removesuffix("-eagle-3").removesuffix("-parallel")
     for name, preset in names.items():
-        chosen, where = presets()[preset], {"ranks", "micro_batch", "together"}
-        assert loaded.draft[name] == settings_from(settings_for(chosen, configuration(target), paper=True))
+        chosen, where = load_presets()[preset], {"ranks", "micro_batch", "together"}
+        assert loaded.draft[name] == load_settings(draft_settings(chosen, configuration(target), paper=True))
         assert loaded.train.model_dump(exclude=where) == chosen.training.model_dump(exclude=where)
 
 
 def test_values_are_spelled_as_a_recipe_spells_them(tmp_path):
     values = {"a": [0.9, 0.999], "b": 9e-5, "c": 68_000, "d": {"paths": "eagle-1", "deep": True}, "e": 'a"b'}
     path = tmp_path / "values.toml"
-    path.write_text("\n".join(f"{key} = {toml(value)}" for key, value in values.items()))
+    path.write_text("\n".join(f"{key} = {format_toml(value)}" for key, value in values.items()))
     assert read_tree(path) == values and "9e-5" in path.read_text() and "68_000" in path.read_text()

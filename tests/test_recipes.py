@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from jakiro.first_recipe import settings_for
-from jakiro.presets import presets
-from pipeline.drafts import DraftConfig, build, parameter_count, settings_from
-from pipeline.drafts.parts.layers import shapes_of
+from jakiro.first_recipe import draft_settings
+from jakiro.presets import load_presets
+from pipeline.drafts import DraftConfig, build, load_settings, parameter_count
+from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.lm.chat import encode
 from pipeline.recipe.load import load_recipe
-from pipeline.recipe.read import shipped
+from pipeline.recipe.read import shipped_recipes
 from tests.kit import ROOT, byte_tokenizer
 
 
@@ -68,7 +68,7 @@ def configuration(name: str):
 
 def drafts_for(config, *names: str) -> list[DraftConfig]:
     """Return the drafts that `jakiro new --preset paper` writes for a target."""
-    return [settings_from(settings_for(presets()[name], config, paper=True)) for name in names]
+    return [load_settings(draft_settings(load_presets()[name], config, paper=True)) for name in names]
 
 
 def counted(drafts: list[DraftConfig], target: dict) -> list[int]:
@@ -101,7 +101,7 @@ ON_BOTH_FRAMES = ("jakiro", "eagle", "jakiro-eagle-3", "eagle3")
 @pytest.mark.parametrize("name", sorted({*PAPER, *TODAY}))
 def test_drafts_of_the_papers_targets_and_of_those_that_are_served_today(name):
     config = configuration(name)
-    target = shapes_of(config)
+    target = draft_shapes(config)
     if name in TODAY:
         rope = target["rope_parameters"]
         assert (rope["rope_theta"], rope["rope_type"]) == TODAY[name][1]
@@ -141,7 +141,7 @@ def test_drafts_of_one_forward_for_targets_that_are_served_today(name):
     """
     layers, *read, pinned = IN_PARALLEL[name]
     config = configuration(name)
-    target = shapes_of(config) | {"target_layers": layers}
+    target = draft_shapes(config) | {"target_layers": layers}
     drafts = drafts_for(config, "dflash", "p-eagle")
     d, size, mlp = target["hidden_size"], target["head_dim"], drafts[0].mlp_width or target["intermediate_size"]
     heads, groups = target["num_attention_heads"], target["num_key_value_heads"]
@@ -187,12 +187,12 @@ OTHER_TARGETS = ("dflash", "eagle-1", "gumiho", "hydra", "hydra-plain", "medusa"
 
 @pytest.mark.parametrize("name", OTHER_TARGETS)
 def test_drafts_of_other_papers(name):
-    target = shapes_of(configuration("llama3-instruct-8b"))
+    target = draft_shapes(configuration("llama3-instruct-8b"))
     assert counted(drafts_for(configuration("llama3-instruct-8b"), name), target) == [others_by_hand(target)[name]]
 
 
 def test_plain_hydra_trains_as_medusa_does():
-    assert presets()["hydra-plain"].training == presets()["medusa"].training
+    assert load_presets()["hydra-plain"].training == load_presets()["medusa"].training
     hydra, medusa = drafts_for(configuration("llama3-instruct-8b"), "hydra-plain", "medusa")
     assert (
         (hydra.objective, hydra.decay, hydra.heads)
@@ -217,14 +217,14 @@ METHODS = {  # docs/results/comparison.md has them
 
 def test_drafts_side_by_side_for_the_embedded_target():
     recipe = load_recipe("methods")
-    target = shapes_of(AutoConfig.for_model(**config_of("llama", 576, 1536, 9, 3, 49152)))
+    target = draft_shapes(AutoConfig.for_model(**config_of("llama", 576, 1536, 9, 3, 49152)))
     assert counted([recipe.draft[name] for name in METHODS], target) == list(METHODS.values())
     assert set(METHODS) == set(recipe.trained)
 
 
 def test_recipes_are_few_and_load():
-    assert len(shipped()) <= 18
-    for name in shipped():
+    assert len(shipped_recipes()) <= 18
+    for name in shipped_recipes():
         assert load_recipe(name).name == name
 
 

@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import load_file
 
 from eval.main import main as evaluate
-from eval.measure.report import DEPTH, by_place, format_tau_and_speedup, is_noise
+from eval.measure.report import DEPTH, format_tau_and_speedup, group_by_place, is_noise
 from eval.measure.tasks import evaluation_lock, load_methods
 from eval.release import card as cards
 from eval.release.folder import files_in
@@ -21,16 +21,16 @@ from eval.results import main as show_results
 from eval.tune import main as tune
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.features import feature_spec
-from pipeline.artifacts.provenance import measured_by
-from pipeline.artifacts.reports import Row, read_rows
+from pipeline.artifacts.provenance import measurement_versions
+from pipeline.artifacts.reports import ResultRow, read_rows
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
-from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.generate import Sampling, decode_plain, decode_speculative
 from pipeline.decoding.sources import Sources
 from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import Target, fingerprint
 from pipeline.recipe.load import load_recipe, override_arguments
-from pipeline.running.stages import eval_state, features_state, run, stages, status
+from pipeline.running.stages import eval_state, features_state, list_stages, print_status, run
 from preprocess.dump.driver import dump
 from tests.hub import Hub, reached
 from tests.kit import (
@@ -46,7 +46,7 @@ from tests.kit import (
     write_sharegpt,
 )
 from tests.pipeline.taught import prompt_of
-from train.input.features import stores
+from train.input.features import open_stores
 
 pytestmark = pytest.mark.real
 SECRETS = {"HF_TOKEN": "hf_" + "aB3" * 12, "AWS_ACCESS_KEY_ID": "id-hunter2", "AWS_SECRET_ACCESS_KEY": "hunter2-alice"}
@@ -115,12 +115,12 @@ def test_a_second_run_does_nothing_again_and_status_says_what_is_done_and_what_i
     run(str(recipe), [])
     assert capsys.readouterr().out.count("done already") == 3
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
-    status(str(recipe), [])
+    print_status(str(recipe), [])
     lines = capsys.readouterr().out.splitlines()[1:]
     assert [line.split()[:2] for line in lines] == [["done", "preprocess"], ["done", "train"], ["done", "eval"]]
     for override, done in (("train.epochs=3", [True, False, False]), (f"output={tmp_path / 'new'}", [False] * 3)):
         changed = load_recipe(recipe, [override])
-        assert [stage.state(changed)[0] for stage in stages(str(recipe), [override], changed)] == done
+        assert [stage.state(changed)[0] for stage in list_stages(str(recipe), [override], changed)] == done
     changed.paths.features.mkdir(parents=True)
     assert features_state(changed) == (False, "no shard yet")
 
@@ -139,7 +139,7 @@ def test_the_report_measured_exactly_the_released_weights_and_nothing_was_lost(f
 
 def decoded(run: Path) -> dict:
     """Return a release's rows by benchmark, temperature and method, and by figure."""
-    return by_place(read_rows(run / "release"))
+    return group_by_place(read_rows(run / "release"))
 
 
 def test_no_private_path_and_no_foreign_tensor_leaves_with_a_release(finished, tiny_target):
@@ -210,7 +210,7 @@ def test_every_artifact_says_what_the_chat_template_was_told(finished):
 )
 def test_other_keywords_are_refused_at_every_stage_by_their_name(finished, key, value, message):
     changed = load_recipe(finished[0], [f"target.{key}={value}"])
-    for read in (lambda: dump(changed), lambda: stores(changed, feature_spec(changed))):
+    for read in (lambda: dump(changed), lambda: open_stores(changed, feature_spec(changed))):
         with pytest.raises(PipelineError, match=r"features: features of other settings of the chat template") as caught:
             read()
         assert message in str(caught.value)
@@ -224,7 +224,7 @@ def test_weights_that_were_not_measured_are_not_released(copied, capsys):
     recipe, run = copied
     for name in ("model.safetensors", "config.json"):
         shutil.copy(run / "drafts/eagle" / name, run / "drafts/jakiro" / name)
-    status(str(recipe), [f"output={run}"])
+    print_status(str(recipe), [f"output={run}"])
     printed = capsys.readouterr().out
     assert "to do  train" in printed and "to do  eval" in printed
 
@@ -302,7 +302,7 @@ def test_what_changed_since_it_was_written_is_neither_released_nor_done(copied):
         path.write_bytes(content)
     assert {name: sha256(release / name) for name in files_in(release)} == before
     assert build_release(recipe)[0] == release
-    evaluation = next(stage for stage in stages(str(recipe_file), [], recipe) if stage.name == "eval")
+    evaluation = next(stage for stage in list_stages(str(recipe_file), [], recipe) if stage.name == "eval")
     assert evaluation.state(recipe)[0]
     change_sealed(release / "release.json", lambda raw: raw["pending"].update({"README.md": "0" * 64}))
     assert evaluation.state(recipe) == (False, "no release")  # it was broken off
@@ -343,7 +343,7 @@ def test_ray_workers_and_another_version_measure_again_and_find_the_same_answers
     assert records.read_text().splitlines()[: len(lines)] == lines and answers_of(run) == before
     monkeypatch.setattr("pipeline.artifacts.provenance.MEASURE_VERSION", 0)
     loaded = load_recipe(recipe, [output])
-    assert eval_state(loaded) == (False, f"release that was not measured by {measured_by()}")
+    assert eval_state(loaded) == (False, f"release that was not measured by {measurement_versions()}")
     call(evaluate, str(recipe), *override_arguments([output]))
     assert len(records.read_text().splitlines()) == 3 * len(lines) and eval_state(loaded)[0]
 
@@ -442,10 +442,10 @@ def test_a_draft_with_prompt_lookup_beside_it_is_tuned_measured_and_released(cop
     target, mark = Target(loaded.target, "float32"), fingerprint(loaded.target)
     draft = checkpoint.load(run / "release", mark)
     draft.bind(EmbeddingAndHead(target.embedding_VD, target.head, mark))
-    method = saved.loaded(draft)
+    method = saved.load_method(draft)
     assert method.tree.to_json() == tuned["method"]["tree"] and isinstance(method.draft, Sources)
     sampling, prompt = Sampling(20, frozenset()), prompt_of(1) * 2
-    assert speculative(target, method, prompt, sampling).tokens == plain(target, prompt, sampling).tokens
+    assert decode_speculative(target, method, prompt, sampling).tokens == decode_plain(target, prompt, sampling).tokens
 
     tuned_otherwise = "both was tuned for other weights or settings"
     for change in ("eval.temperatures=[0.0]", "eval.top_p=0.9"):
@@ -494,7 +494,7 @@ def test_a_corpus_is_measured_with_and_stays_on_this_machine(copied, tmp_path, c
     measured = json.loads((run / "eval/report.json").read_text())
     assert measured["drafts"]["both-tuned"]["corpora"] == [sha256(corpus)]
     names = [name for name in measured["drafts"] if name.startswith(("both", "jakiro"))]
-    rows = [Row("decoded", name, "speedup", 9.0 if name.startswith("both") else 1.0) for name in names]
+    rows = [ResultRow("decoded", name, "speedup", 9.0 if name.startswith("both") else 1.0) for name in names]
     assert cards.released_method(loaded, measured, rows) == "jakiro"  # a release does not hold the text
     assert "prompt lookup also in a text that is not part of this release" in (run / "release/README.md").read_text()
     for folder in (run / "release", run / "eval"):

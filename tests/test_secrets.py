@@ -12,18 +12,18 @@ from contextlib import contextmanager
 import fsspec
 import pytest
 
-from eval.served import Server
+from eval.served import ServerClient
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.public import HIDDEN, public_text
 from pipeline.decoding.generate import Sampling
 from pipeline.features.engines import open_source
 from pipeline.features.engines.openai import OpenAI
-from pipeline.features.source import Prompt
+from pipeline.features.source import GenerationPrompt
 from pipeline.lm.config import TargetConfig
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.sections import DataConfig
 from pipeline.running import entry
-from preprocess.sources.read import Tail, read_records
+from preprocess.sources.read import TornTail, read_records
 from tests.kit import free_port, recipe_tree, run_command, write_recipe, write_sharegpt
 from tests.loopback import Handler, Loopback
 
@@ -143,7 +143,7 @@ def authorization(password: str) -> str:
 
 
 def read(source: str) -> list:
-    return list(read_records(DataConfig(source=source), Tail()))
+    return list(read_records(DataConfig(source=source), TornTail()))
 
 
 def test_a_source_that_wants_credentials_is_read_with_those_of_fsspecs_configuration(tmp_path, monkeypatch):
@@ -221,9 +221,9 @@ def test_an_answer_of_another_shape_shows_no_key(tiny_recipe, monkeypatch, name,
         target = TargetConfig.model_validate(tiny_recipe.target.model_dump() | expected)
         with pytest.raises(PipelineError, match=shape) as caught:
             if name == "eval":
-                Server(server.url, tiny_recipe).ask([], 0.0, "level")
+                ServerClient(server.url, tiny_recipe).ask([], 0.0, "level")
             else:
-                list(open_source(target).answers([Prompt([5])], Sampling(8, frozenset({1}))))
+                list(open_source(target).answers([GenerationPrompt([5])], Sampling(8, frozenset({1}))))
     assert SECRET not in str(caught.value) and HIDDEN in str(caught.value)
 
 

@@ -15,21 +15,21 @@ import torch
 from pipeline.basics.progress import Progress
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.config import LoadedMethod, TreeConfig, chain
-from pipeline.decoding.generate import Sampling, speculative
-from pipeline.decoding.replay import counted
+from pipeline.decoding.generate import Sampling, decode_speculative
+from pipeline.decoding.replay import count_acceptance
 from pipeline.drafts import TrainedDraft, make_untrained
-from pipeline.features.schema import FeatureSpec, Row
+from pipeline.features.schema import FeatureSpec, TextRow
 from pipeline.features.shards import FeatureStore
 from pipeline.lm.model import Target, load_tokenizer
 from pipeline.lm.states import States
 from pipeline.recipe.recipe import Recipe
-from pipeline.running.cores import asked_threads, cores
+from pipeline.running.cores import count_cores, read_omp_threads
 
 TREE, CHAIN = "tree", "chain"
 METHOD_PREFIX = "of "  # before the name of one of the recipe's methods
 
 
-def both(draft: TrainedDraft, tree: TreeConfig) -> dict[str, LoadedMethod]:
+def tree_and_chain(draft: TrainedDraft, tree: TreeConfig) -> dict[str, LoadedMethod]:
     """Return the draft with its tree, and with the tree's chain."""
     return {
         TREE: LoadedMethod(draft, tree),
@@ -49,7 +49,7 @@ def load_hybrids(recipe: Recipe, name: str, draft: TrainedDraft) -> dict[str, Lo
     return hybrids_by_name
 
 
-def estimate(
+def estimate_acceptance(
     draft: TrainedDraft,
     methods: dict[str, LoadedMethod],
     answers: FeatureStore,
@@ -66,12 +66,12 @@ def estimate(
         states, tokens = stored_states(row, answers.spec).to(draft.device, draft.dtype), row.input_ids.tolist()
         begin = int(row.loss_mask.argmax())
         for name, method in methods.items():
-            counts[name].merge(counted(method, states, tokens, begin))
+            counts[name].merge(count_acceptance(method, states, tokens, begin))
         on_answer()
     return counts
 
 
-def stored_states(row: Row, spec: FeatureSpec) -> States:
+def stored_states(row: TextRow, spec: FeatureSpec) -> States:
     """Return the stored states of a dialogue, as a forward of the target returns them."""
     return States(row.hidden_TD, row.auxiliary_TKD, tuple(spec.auxiliary_numbers))
 
@@ -106,7 +106,7 @@ class Decoder:
         progress bar.
         """
         threads = torch.get_num_threads()
-        torch.set_num_threads(asked_threads() or cores())
+        torch.set_num_threads(read_omp_threads() or count_cores())
         try:
             self._draft.load_state_dict(weights)
             self._draft.bind(self._target.embed_head(self._fingerprint))
@@ -120,6 +120,6 @@ class Decoder:
             for number in range(len(self._answers)):
                 row = self._answers.row(number)
                 prompt = row.input_ids[: int(row.loss_mask.argmax())].tolist()
-                counts.merge(speculative(self._target, self._method, prompt, self._sampling).acceptance)
+                counts.merge(decode_speculative(self._target, self._method, prompt, self._sampling).acceptance)
                 progress.advance(1, tau=f"{counts.tau:.2f}")
         return counts

@@ -15,21 +15,21 @@ from safetensors.torch import load_file
 
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.curves import METRICS, draw_training
-from pipeline.basics.files import exclusive
+from pipeline.basics.files import lock_folder
 from pipeline.basics.progress import Progress
 from pipeline.decoding.config import LoadedMethod
-from pipeline.drafts import TrainedDraft, build, objective_of, parameter_count
-from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts import TrainedDraft, build, make_objective, parameter_count
+from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.drafts.parts.losses import Term
 from pipeline.features.shards import FeatureStore
-from pipeline.features.text import some_texts
-from pipeline.lm.embedding_head import EmbeddingAndHead, known_tokens
+from pipeline.features.text import first_texts
+from pipeline.lm.embedding_head import EmbeddingAndHead, count_known_tokens
 from pipeline.lm.model import DTYPES, load_config, load_embed_head, load_tokenizer
 from pipeline.recipe.identity import train_hash
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.state import begin_resume_states
 from train import acceptance
-from train.engine.engine import BEST, Engine, add_sums
+from train.engine.engine import BEST, TrainingEngine, add_sums
 from train.engine.ranks import fail_together, run_on_rank_0
 from train.input.data import Batches
 from train.input.features import Stores, require_shared
@@ -71,7 +71,7 @@ def _train_draft(
 ) -> Generator[int, None, str]:
     """Yield the number of steps done, at first and after each; return the line for the user."""
     with ExitStack() as locks:
-        run_on_rank_0(lambda: locks.enter_context(exclusive(recipe.paths.draft(name), "training")))
+        run_on_rank_0(lambda: locks.enter_context(lock_folder(recipe.paths.draft(name), "training")))
         if run_on_rank_0(lambda: _is_trained(recipe, name)):
             return f"{name}: trained already, in {recipe.paths.draft(name)}"
         return (yield from _train_to_checkpoint(recipe, name, embed_head, features, rank, ranks))
@@ -83,7 +83,7 @@ def _is_trained(recipe: Recipe, name: str) -> bool:
         return False
     checkpoint.require_trained_under(recipe, name)
     folder = recipe.paths.draft(name)
-    if checkpoint.lacks_plot(folder):  # it was killed after it wrote its checkpoint
+    if checkpoint.is_plot_missing(folder):  # it was killed after it wrote its checkpoint
         shutil.rmtree(recipe.paths.resume(name), ignore_errors=True)
         draw_training({name: folder / METRICS}, folder / checkpoint.PLOT)
     return True
@@ -103,9 +103,9 @@ def _train_to_checkpoint(
     if rank == 0 and start and start.facts["tokens_kept"] < start.facts["tokens"]:
         log.warning("%s starts from %s: the rows of the other tokens start at random", name, start)
     parameters = parameter_count(draft)  # before ZeRO-3 takes the tensors apart
-    objective = objective_of(draft.config)
+    objective = make_objective(draft.config)
     batches = Batches(store, recipe.train, objective, draft.needs, recipe.seed, rank, ranks)
-    engine = Engine(
+    engine = TrainingEngine(
         draft,
         objective.loss,
         recipe.training(name),
@@ -136,9 +136,9 @@ def new_draft(
 ) -> TrainedDraft:
     """Return the draft at step 0: a function of the recipe, its seed, the shards and what it starts from."""
     config = recipe.draft[name]
-    shapes = shapes_of(load_config(recipe.target))
+    shapes = draft_shapes(load_config(recipe.target))
     shapes = start.shapes(shapes) if start else shapes
-    token_count = known_tokens(load_tokenizer(recipe.target))
+    token_count = count_known_tokens(load_tokenizer(recipe.target))
     if token_count < shapes["vocab_size"]:
         shapes["known_tokens"] = token_count
     draft = build(config, shapes)
@@ -151,7 +151,7 @@ def new_draft(
     if config.runs_the_target:
         embed_head = load_embed_head(recipe.target, DTYPES[recipe.train.dtype])
     draft.bind(embed_head)
-    draft.start_from_target(some_texts(store.texts))
+    draft.start_from_target(first_texts(store.texts))
     if start:
         start.copy_weights_to(draft)
     return draft
@@ -175,14 +175,14 @@ class _Run:
         self,
         recipe: Recipe,
         name: str,
-        engine: Engine,
+        engine: TrainingEngine,
         draft: TrainedDraft,
         batches: Batches,
         features: Stores,
     ):
         self._recipe, self._config, self._folder = recipe, recipe.train, recipe.paths.draft(name)
         self._engine, self._draft, self._batches = engine, draft, batches
-        self._objective = objective_of(draft.config)
+        self._objective = make_objective(draft.config)
         self._name, self._tree = name, recipe.tree(name)
         self._store, self._heldout, self._answers = features
         self._state = TrainingState(**engine.progress)
@@ -219,13 +219,16 @@ class _Run:
         yield first
         with Progress(f"train {self._folder.name}", self._batches.order.steps, "steps", first, quiet) as progress:
             self._progress = progress
-            begin, before, idle = time.monotonic(), self._state.trained_tokens, self._store.waited
+            begin, before, idle = time.monotonic(), self._state.trained_tokens, self._store.seconds_waited
             for _, micro_batches in self._batches.from_step(first, self._engine.device):
                 if self._is_finished:  # resumed after the last validation: nothing is left to train
                     break
                 shown = self._train_step(micro_batches)
                 seconds = time.monotonic() - begin
-                speed, waited = (self._state.trained_tokens - before) / seconds, (self._store.waited - idle) / seconds
+                speed, waited = (
+                    (self._state.trained_tokens - before) / seconds,
+                    (self._store.seconds_waited - idle) / seconds,
+                )
                 shown |= {"tokens/s": f"{speed:,.0f}", "waiting": f"{waited:.0%}"}
                 progress.reach(self._engine.step, **shown)
                 yield self._engine.step
@@ -317,11 +320,13 @@ class _Run:
         draft = self._updated_copy()
         with fail_together():
             if not self._estimated_methods:
-                self._estimated_methods = acceptance.both(draft, self._tree) | acceptance.load_hybrids(
+                self._estimated_methods = acceptance.tree_and_chain(draft, self._tree) | acceptance.load_hybrids(
                     self._recipe, self._name, draft
                 )
             rank, ranks = self._engine.rank, self._engine.ranks
-            rank_counts = acceptance.estimate(draft, self._estimated_methods, self._answers, rank, ranks, report_part)
+            rank_counts = acceptance.estimate_acceptance(
+                draft, self._estimated_methods, self._answers, rank, ranks, report_part
+            )
         all_counts = self._engine.gather_objects(rank_counts)
         for other_counts in all_counts[1:]:
             for name, counts in all_counts[0].items():

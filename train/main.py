@@ -17,8 +17,8 @@ if __name__ == "__main__":
 
 import torch.distributed as dist
 
-from pipeline.artifacts.features import Wanted, fetch, readable_spec, write_wanted
-from pipeline.basics.progress import publish
+from pipeline.artifacts.features import ShardRequest, fetch, readable_spec, write_shard_request
+from pipeline.basics.progress import set_record_path
 from pipeline.lm.model import load_embed_head
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.running import entry
@@ -41,7 +41,7 @@ def main() -> None:
         print("nothing to train: all drafts of this recipe are published, and eval/main.py fetches them")
         return
     if os.environ.get("RANK", "0") == "0":
-        publish(recipe.paths.run, "train")
+        set_record_path(recipe.paths.run, "train")
     embed_head = load_embed_head(recipe.target)
     expected = readable_spec(recipe)
     # before the process group exists: ranks of a node wait for each other
@@ -57,7 +57,7 @@ def main() -> None:
     if recipe.features.keep == "window":
         remove_copies(recipe, set())
         if rank == 0:
-            write_wanted(recipe, Wanted([]))
+            write_shard_request(recipe, ShardRequest([]))
     leave_distributed()
 
 

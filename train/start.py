@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.imported import converted
-from pipeline.artifacts.published import download, is_ours
+from pipeline.artifacts.imported import convert_draft
+from pipeline.artifacts.published import download, has_own_format
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts import TrainedDraft
 from pipeline.drafts.parts.base import STARTS
-from pipeline.drafts.parts.layers import shapes_of
-from pipeline.drafts.parts.names import IDS
+from pipeline.drafts.parts.layers import draft_shapes
+from pipeline.drafts.parts.names import DRAFT_TOKEN_IDS
 from pipeline.features.schema import FeatureSpec
 from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import load_config
@@ -26,7 +26,7 @@ from pipeline.lm.states import Needs
 from pipeline.recipe.identity import start_folder
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import ON_HUB
-from pipeline.recipe.untrusted import Trained, parse_untrusted
+from pipeline.recipe.untrusted import TrainingFacts, parse_untrusted
 
 TARGET_KEYS = ("vocab_size", "target_layers")  # shapes taken from the current target
 NOT_COMPARED = {*STARTS, "vocabulary"}  # the rows of the vocabulary are moved
@@ -71,8 +71,8 @@ class StartingDraft:
                     rows = draft_weights[name].clone()
                     rows[is_kept_U] = weights[name][start_row_U[is_kept_U]].to(rows.dtype)
                     weights[name] = rows
-                weights.pop(IDS, None)
-                weights |= {IDS: draft_ids_U} if IDS in draft_weights else {}
+                weights.pop(DRAFT_TOKEN_IDS, None)
+                weights |= {DRAFT_TOKEN_IDS: draft_ids_U} if DRAFT_TOKEN_IDS in draft_weights else {}
             draft.load_state_dict(weights)
         except (KeyError, RuntimeError) as error:
             raise PipelineError(f"draft.{draft.name}.start does not fit: {' '.join(str(error).split())}") from None
@@ -88,24 +88,24 @@ def read_start(recipe: Recipe, name: str, embed_head: EmbeddingAndHead, spec: Fe
 
     Raise PipelineError if there is no such draft, or if a setting of it differs that may not.
     """
-    config, target = recipe.draft[name], shapes_of(load_config(recipe.target))
+    config, target = recipe.draft[name], draft_shapes(load_config(recipe.target))
     if config.start is None:
         return None
     on_hub = ON_HUB.fullmatch(config.start)
     folder = download(*on_hub.groups()) if on_hub else start_folder(config.start)
     facts = {"from": on_hub[1], "revision": on_hub[2]} if on_hub else {"from": folder.resolve().name}
     recorded: dict[str, str] = {}
-    if is_ours(folder):
+    if has_own_format(folder):
         start_config = checkpoint.read_config(folder)
-        draft = checkpoint.of_any_target(folder, start_config)
+        draft = checkpoint.load_for_any_target(folder, start_config)
         facts |= {"sha256": start_config.weights_sha256, "target": start_config.target["model"]}
         recorded = {"target": start_config.target["fingerprint"]}
         trained = parse_untrusted(
-            Trained, start_config.training, folder / checkpoint.CONFIG, "Begin with another"
+            TrainingFacts, start_config.training, folder / checkpoint.CONFIG, "Begin with another"
         ).facts()
         recorded |= {key: trained[key] for key in ("template", "template_mark") if key in trained}
     else:
-        draft, _, imported = converted(folder, recipe, name, embed_head, any_vocabulary=True)
+        draft, _, imported = convert_draft(folder, recipe, name, embed_head, any_vocabulary=True)
         facts["sha256"] = imported["sha256"]
     current_settings = {"target": spec.target, "template": spec.template_settings, "template_mark": spec.template}
     start_settings = asdict(draft.config) | _shapes(draft.shapes, draft.needs) | recorded

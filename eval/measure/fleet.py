@@ -15,7 +15,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import Method
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.crew import Crew, Heartbeat, WorkerFailure
-from pipeline.running.workers import Pool
+from pipeline.running.workers import WorkerPool
 
 ATTEMPTS = 3  # of a task, each by another worker
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
@@ -70,4 +70,4 @@ def make_crew(recipe: Recipe, tasks: int) -> Crew:
 def decode(recipe: Recipe, methods: dict[str, Method], tasks: list[EvalTask]) -> Iterator[tuple[EvalTask, Outcome]]:
     """Yield (task, outcome) as they are finished, in any order."""
     make = partial(EvalWorker, partial(make_harness, recipe, methods))
-    return Pool(make_crew(recipe, len(tasks)), make, Attempts().retry).results(iter(tasks))
+    return WorkerPool(make_crew(recipe, len(tasks)), make, Attempts().retry).results(iter(tasks))

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from pipeline.decoding.accept import Sampler, log_odds
 from pipeline.decoding.config import LoadedMethod
-from pipeline.decoding.generate import Prefilled, Sampling, plain, speculative
+from pipeline.decoding.generate import Prefilled, Sampling, decode_plain, decode_speculative
 from pipeline.decoding.tree import Tree, build_tree
 from pipeline.lm.model import Target
-from pipeline.lm.verifier import rounding
+from pipeline.lm.verifier import rounding_bound
 
 MIN_P_VALUE = 1e-4  # p-value below which drawn answers are not plain decoding's
 # a tree's logits may differ from the uncached forward's by this many times plain decoding's own largest difference
@@ -130,7 +130,7 @@ class Gatekeeper:
         from logits that drift no further than plain decoding's, and plain decoding's own choice between the two tokens
         was as close as its drift. At temperature 0 in fp32 on a CPU no difference is allowed.
         """
-        if sampling.temperature == 0 and rounding(self._target.dtype, self._target.device) == 0:
+        if sampling.temperature == 0 and rounding_bound(self._target.dtype, self._target.device) == 0:
             return False
         if len(expected) != len(got) and expected[: len(got)] == got[: len(expected)]:
             return False  # one answer is a prefix of the other: no rounding can cause that
@@ -190,7 +190,7 @@ class Gatekeeper:
                     return
             found_logits.append(logits_NV[node].clone())
 
-        speculative(self._target, self._methods[method], ids, sampling, observe)
+        decode_speculative(self._target, self._methods[method], ids, sampling, observe)
         return found_logits[-1] if found_logits else None
 
     # -- rounds --------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class Gatekeeper:
             return len(new) if gate.rounds >= last_round else None
 
         short_sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, 8 * EXAMINED_ROUNDS))
-        speculative(
+        decode_speculative(
             self._target,
             self._methods[method],
             ids,
@@ -245,7 +245,9 @@ class Gatekeeper:
     def _continue(self, ids: tuple[int, ...], sampling: Sampling) -> list[int]:
         """Return plain decoding's first `DRIFT_ROWS` tokens, without stop tokens."""
         count = min(DRIFT_ROWS, self._target.positions - len(ids))
-        return plain(self._target, list(ids), replace(sampling, max_new_tokens=count, stop_ids=frozenset())).tokens
+        return decode_plain(
+            self._target, list(ids), replace(sampling, max_new_tokens=count, stop_ids=frozenset())
+        ).tokens
 
     def _measure_rows(self, ids: tuple[int, ...], answer: tuple[int, ...], first: int) -> "_Rows":
         """Compute the rows that the answer's tokens from `first` on were chosen from."""

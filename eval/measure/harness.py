@@ -15,16 +15,16 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from eval.measure.gate import Gate, Gatekeeper
-from eval.measure.prompts import Prompt
+from eval.measure.prompts import BenchmarkPrompt
 from pipeline.artifacts.provenance import hardware
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.progress import Progress
 from pipeline.decoding.config import LoadedMethod
 from pipeline.decoding.contract import Draft, States
-from pipeline.decoding.generate import Generation, Prefilled, Sampling, plain, prefill, speculative
-from pipeline.lm.chat import as_message, prompt_ids
+from pipeline.decoding.generate import Generation, Prefilled, Sampling, decode_plain, decode_speculative, prefill
+from pipeline.lm.chat import parse_answer, prompt_ids
 from pipeline.lm.model import Target
-from pipeline.lm.verifier import fixed_capacity, rounding
+from pipeline.lm.verifier import fixed_capacity, rounding_bound
 from pipeline.recipe.checks import PLAIN
 from pipeline.recipe.recipe import Recipe
 
@@ -34,7 +34,7 @@ class EvalTask:
     """One prompt at one temperature."""
 
     benchmark: str
-    prompt: Prompt
+    prompt: BenchmarkPrompt
     temperature: float
 
     @property
@@ -136,7 +136,7 @@ class Harness:
             answer: list[int] = []
             for repeat in range(self._config.repeats):
                 if task.temperature > 0 or not repeat:  # greedy answers do not differ
-                    answer = plain(self.target, ids, self.sampling_of(task, turn, repeat)).tokens
+                    answer = decode_plain(self.target, ids, self.sampling_of(task, turn, repeat)).tokens
                 if len(answer) > 1:  # the first token is that of the prefill: none is left to draft
                     yield DecodedPrompt(task, ids, answer)
 
@@ -147,8 +147,8 @@ class Harness:
     def _generate(self, method: str, ids: list[int], sampling: Sampling) -> Generation:
         prefilled = self._prefill(ids, method == PLAIN)
         if method == PLAIN:
-            return plain(self.target, ids, sampling, prefilled)
-        return speculative(self.target, self.methods[method], ids, sampling, prefilled=prefilled)
+            return decode_plain(self.target, ids, sampling, prefilled)
+        return decode_speculative(self.target, self.methods[method], ids, sampling, prefilled=prefilled)
 
     def _prefill(self, ids: list[int], is_plain: bool) -> Prefilled | None:
         """Return the prefill of a prompt, computed once for all drafts' answers, and once for plain decoding's: no
@@ -179,7 +179,7 @@ class Harness:
             self._generate(method, ids, self.sampling(0.0, "warm-up"))
             on_progress()
 
-    def _encode_turns(self, prompt: Prompt) -> list[list[int]] | None:
+    def _encode_turns(self, prompt: BenchmarkPrompt) -> list[list[int]] | None:
         """Return the token ids of each turn's prompt, earlier turns answered by plain greedy decoding; None if one is
         too long.
         """
@@ -192,8 +192,8 @@ class Harness:
             if len(encoded[-1]) > room:
                 return None
             if place + 1 < len(prompt.turns):
-                answer = plain(self.target, encoded[-1], self.sampling(0.0, "history")).tokens
-                messages.append(as_message(self.target.tokenizer, answer))
+                answer = decode_plain(self.target, encoded[-1], self.sampling(0.0, "history")).tokens
+                messages.append(parse_answer(self.target.tokenizer, answer))
         return encoded
 
     def _decode_turn(
@@ -214,14 +214,14 @@ class Harness:
             pairs = [(sampling, answers[PLAIN], answers[method]) for sampling, answers in repeats]
             self._gatekeeper.compare(gate, method, ids, pairs, on_progress)
             # Greedily in fp32 on a CPU, an answer is its own proof.
-            if task.temperature > 0 or rounding(self.target.dtype, self.target.device):
+            if task.temperature > 0 or rounding_bound(self.target.dtype, self.target.device):
                 sampling, answers = repeats[0]
                 prefilled = self._prefill(ids, False)
                 self._gatekeeper.examine_rounds(gate, method, ids, sampling, answers[PLAIN], prefilled)
             on_progress()
 
 
-def pooled(
+def pool_outcomes(
     outcomes: Iterable[tuple[str, Outcome]],
 ) -> tuple[list[Record], dict[tuple[str, str, float], Gate], dict[str, int]]:
     """Return all records; the gates by (benchmark, method, temperature); by benchmark the number of tasks that were

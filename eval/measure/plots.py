@@ -11,19 +11,19 @@ import numpy as np
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from eval.measure.report import Place, acceptance_rates, by_place
+from eval.measure.report import Place, acceptance_rates, group_by_place
 from pipeline.artifacts.curves import COLOURS, draw_training
-from pipeline.artifacts.reports import Row
+from pipeline.artifacts.reports import ResultRow
 
 
 def draw(
-    rows: list[Row], parallel: dict[str, int], contexts: dict[str, int], metrics: dict[str, Path], folder: Path
+    rows: list[ResultRow], parallel: dict[str, int], contexts: dict[str, int], metrics: dict[str, Path], folder: Path
 ) -> list[Path]:
     """Draw tau_and_speed.png, loss_curves.png, acceptance_by_depth.png if a method drafts several depths and, if there
     are benchmarks of several `contexts` (their tokens), tau_by_context.png; `parallel` as in `_plot_depth`. A method
     has the same colour in all plots.
     """
-    figures_by_place = by_place(row for row in rows if row.benchmark not in contexts)
+    figures_by_place = group_by_place(row for row in rows if row.benchmark not in contexts)
     styles = _assign_styles(sorted({row.method for row in rows} | set(metrics)))
     paths = (
         [_plot_depth(figures_by_place, parallel, styles, folder)]
@@ -61,7 +61,10 @@ def _save(figure, path: Path) -> Path:
 
 
 def _plot_depth(
-    figures_by_place: dict[Place, dict[str, Row]], parallel: dict[str, int], styles: dict[str, _Style], folder: Path
+    figures_by_place: dict[Place, dict[str, ResultRow]],
+    parallel: dict[str, int],
+    styles: dict[str, _Style],
+    folder: Path,
 ) -> Path:
     """Plot the acceptance by depth at the lowest temperature. `parallel`: method -> the depth below which levels have
     no draft forward of their own.
@@ -88,7 +91,7 @@ def _plot_depth(
     return _save(figure, folder / "acceptance_by_depth.png")
 
 
-def _plot_bars(figures_by_place: dict[Place, dict[str, Row]], styles: dict[str, _Style], folder: Path) -> Path:
+def _plot_bars(figures_by_place: dict[Place, dict[str, ResultRow]], styles: dict[str, _Style], folder: Path) -> Path:
     methods = sorted({method for _, _, method in figures_by_place})
     groups = list(dict.fromkeys((benchmark, temperature) for benchmark, temperature, _ in figures_by_place))
     figure, axes = plt.subplots(1, 2, figsize=(5 + 2 * len(groups), 4.1), layout="constrained")
@@ -112,9 +115,9 @@ def _plot_bars(figures_by_place: dict[Place, dict[str, Row]], styles: dict[str, 
     return _save(figure, folder / "tau_and_speed.png")
 
 
-def draw_contexts(rows: list[Row], contexts: dict[str, int], path: Path, styles: dict[str, _Style]) -> Path:
+def draw_contexts(rows: list[ResultRow], contexts: dict[str, int], path: Path, styles: dict[str, _Style]) -> Path:
     """Plot tau by context length, with its interval: a line a method, a panel a temperature."""
-    figures_by_place = by_place(row for row in rows if row.benchmark in contexts)
+    figures_by_place = group_by_place(row for row in rows if row.benchmark in contexts)
     methods, temperatures = (sorted({place[at] for place in figures_by_place}) for at in (2, 1))
     figure, axes = plt.subplots(1, len(temperatures), figsize=(7 * len(temperatures), 4), sharey=True, squeeze=False)
     figure.set_layout_engine("constrained")
@@ -147,7 +150,7 @@ def _legend_above(figure, axis) -> None:
     figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False)
 
 
-def draw_rows(named: list[tuple[str, Row]], figures: list[str], path: Path) -> Path:
+def draw_rows(named: list[tuple[str, ResultRow]], figures: list[str], path: Path) -> Path:
     """Draw a panel a figure: a line a name and a dot a temperature, means over benchmarks (the speed-up's geometric,
     without those that are withheld); the best at the first temperature is on top.
     """

@@ -26,7 +26,7 @@ from pipeline.artifacts.features import heldout_prompts
 from pipeline.basics import embedded
 from pipeline.basics.errors import PipelineError
 from pipeline.features.shards import HELDOUT_PROMPTS
-from pipeline.lm.attention import most_positions
+from pipeline.lm.attention import max_positions
 from pipeline.lm.chat import Messages, prompt_ids
 from pipeline.lm.model import load_config, load_tokenizer
 from pipeline.recipe.recipe import Recipe
@@ -36,7 +36,7 @@ _READ_ERRORS = (OSError, ValueError, RuntimeError, DatasetsError, httpx2.HTTPErr
 
 
 @dataclass(frozen=True)
-class Prompt:
+class BenchmarkPrompt:
     question_id: str
     category: str
     turns: tuple[str, ...]
@@ -55,7 +55,7 @@ class Prompt:
 Exchange = tuple[tuple[str, ...], int, int]
 
 
-def load_prompts(name: str, config: BenchmarkConfig, recipe: Recipe) -> list[Prompt]:
+def load_prompts(name: str, config: BenchmarkConfig, recipe: Recipe) -> list[BenchmarkPrompt]:
     """Load the benchmark's first `prompts` prompts. Raise PipelineError if it is missing, malformed or too small."""
     raw, place = _load_items(name, config, recipe)
     prompts = [_parse_prompt(name, place, number, item) for number, item in raw]
@@ -85,15 +85,15 @@ def _is_exchange_list(value: Any) -> bool:
 
 
 def _fill_contexts(
-    name: str, tokens: int, recipe: Recipe, dialogues: list[tuple[Prompt, list[list[str]]]], count: int
-) -> list[Prompt]:
+    name: str, tokens: int, recipe: Recipe, dialogues: list[tuple[BenchmarkPrompt, list[list[str]]]], count: int
+) -> list[BenchmarkPrompt]:
     """Return the first `count` questions, each in a prompt of at most `tokens`: after exchanges of the dialogues that
     follow its own one, cyclically; of each dialogue the first exchanges that have room. A question that takes more than
     half of the smallest context is left out.
 
     Raise PipelineError if the target has too few positions, or if a prompt stays less than three quarters full.
     """
-    positions, max_new_tokens = most_positions(load_config(recipe.target)), recipe.eval.max_new_tokens
+    positions, max_new_tokens = max_positions(load_config(recipe.target)), recipe.eval.max_new_tokens
     if tokens + max_new_tokens > positions:
         raise PipelineError(
             f"benchmark {name}: {tokens} tokens and eval.max_new_tokens={max_new_tokens} exceed the target's "
@@ -102,10 +102,10 @@ def _fill_contexts(
     tokenizer = load_tokenizer(recipe.target)
 
     @cache
-    def length(prompt: Prompt) -> int:
+    def length(prompt: BenchmarkPrompt) -> int:
         return len(prompt_ids(tokenizer, prompt.messages(1)))
 
-    probe = Prompt("", "", ("?",))
+    probe = BenchmarkPrompt("", "", ("?",))
     added_tokens = [
         [length(replace(probe, before=(tuple(pair),))) - length(probe) for pair in exchanges]
         for _, exchanges in dialogues
@@ -135,8 +135,8 @@ def _fill_contexts(
 
 
 def _prepend_exchanges(
-    prompt: Prompt, exchanges: list[Exchange], tokens: int, length: Callable[[Prompt], int]
-) -> Prompt:
+    prompt: BenchmarkPrompt, exchanges: list[Exchange], tokens: int, length: Callable[[BenchmarkPrompt], int]
+) -> BenchmarkPrompt:
     """Return the prompt after those of the exchanges, in their order, that have room; after one without room the rest
     of its dialogue is left out. Rendering a long prompt is slow: as many exchanges as should have room are rendered
     together, then fewer.
@@ -219,10 +219,10 @@ def _read_json_lines(name: str, path: Path) -> list[tuple[int, Any]]:
     return items
 
 
-def _parse_prompt(name: str, place: str, number: int, item) -> Prompt:
+def _parse_prompt(name: str, place: str, number: int, item) -> BenchmarkPrompt:
     turns = item.get("turns") if isinstance(item, dict) else None
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise PipelineError(
             f"benchmark {name}: {place}, line {number}: expected {{question_id, category, turns: [text, ...]}}"
         )
-    return Prompt(str(item.get("question_id", number)), str(item.get("category", "")), tuple(turns))
+    return BenchmarkPrompt(str(item.get("question_id", number)), str(item.get("category", "")), tuple(turns))

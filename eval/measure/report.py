@@ -18,11 +18,11 @@ from scipy.stats import bootstrap
 from eval.measure.gate import MAX_DRIFT_RATIO, MIN_P_VALUE, Gate
 from eval.measure.harness import PLAIN, Record
 from eval.measure.tasks import EvalJob
-from pipeline.artifacts.reports import Row
+from pipeline.artifacts.reports import ResultRow
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.accept import Acceptance, legacy_tau
 from pipeline.decoding.generate import repeats_itself
-from pipeline.lm.chat import pieces_of
+from pipeline.lm.chat import token_texts
 from pipeline.recipe.sections import BenchmarkConfig
 from pipeline.running import markdown
 
@@ -49,9 +49,9 @@ def bootstrap_interval(statistic, *samples: np.ndarray) -> list[float] | None:
     return [round(float(bounds.low), 4), round(float(bounds.high), 4)]
 
 
-def rows(
+def build_rows(
     records: list[Record], gates: dict[tuple[str, str, float], Gate], origins: dict[str, dict[str, Any]]
-) -> list[Row]:
+) -> list[ResultRow]:
     """Return the figures of each benchmark, temperature and method; `origins` by method. tau has its counts by prompt,
     and with them a digest of plain decoding's answers, which shows whether two runs may be compared.
     """
@@ -73,7 +73,7 @@ def rows(
             figures["tau"] |= {"answers": {question: answers[question] for question in figures["tau"]["counts"]}}
             figures["tau"]["details"]["answers_in_circles"] = sum(_answer_key(r) in repeating for r in drafted)
             place = {"benchmark": benchmark, "temperature": temperature, "origin": origins[method]}
-            out += [Row("decoded", method, figure, **fields, **place) for figure, fields in figures.items()]
+            out += [ResultRow("decoded", method, figure, **fields, **place) for figure, fields in figures.items()]
     return out
 
 
@@ -213,7 +213,7 @@ def select_samples(job: EvalJob, records: Iterable[Record], tokenizer: Any) -> l
             continue
         place = (record.question_id, record.turn, record.repeat, record.temperature)
         if place == (prompt.question_id, 0, 0, min(recipe.eval.temperatures)):
-            pieces = zip(pieces_of(tokenizer, answer.tokens), answer.depths, strict=True)
+            pieces = zip(token_texts(tokenizer, answer.tokens), answer.depths, strict=True)
             place_facts = {"benchmark": record.benchmark, "temperature": record.temperature, "method": record.method}
             counts = {"passes": answer.acceptance.passes, "tau": answer.acceptance.tau if len(answer.tokens) > 1 else 1}
             samples.append(place_facts | counts | {"question": prompt.turns[0], "pieces": list(map(list, pieces))})
@@ -228,11 +228,11 @@ def _is_public(benchmark: BenchmarkConfig) -> bool:
 # -- views of rows -----------------------------------------------------------------------------------------------------
 
 
-def by_place(rows: Iterable[Row], first: Sequence[str] = ()) -> dict[Place, dict[str, Row]]:
+def group_by_place(rows: Iterable[ResultRow], first: Sequence[str] = ()) -> dict[Place, dict[str, ResultRow]]:
     """Group rows by benchmark, temperature and method, each with its rows by figure; in each benchmark and temperature
     the methods of `first` come before all others.
     """
-    grouped: dict[Place, dict[str, Row]] = {}
+    grouped: dict[Place, dict[str, ResultRow]] = {}
     for row in rows:
         grouped.setdefault((row.benchmark, row.temperature or 0.0, row.method), {})[row.figure] = row
     places = list(dict.fromkeys(place[:2] for place in grouped))
@@ -242,7 +242,7 @@ def by_place(rows: Iterable[Row], first: Sequence[str] = ()) -> dict[Place, dict
     )
 
 
-def is_lossless(rows: Iterable[Row]) -> bool:
+def is_lossless(rows: Iterable[ResultRow]) -> bool:
     return all(row.value for row in rows if row.figure == "lossless")
 
 
@@ -254,7 +254,7 @@ def format_figure(figure: str, value: float | None, interval: list[float] | None
     return f"{value:{digits}}" + (f" [{interval[0]:{digits}}, {interval[1]:{digits}}]" if interval else "") + suffix
 
 
-def is_noise(speedup: Row, tau: Row | None) -> bool:
+def is_noise(speedup: ResultRow, tau: ResultRow | None) -> bool:
     """Return whether a speed-up proves nothing: its interval holds 1 (or one prompt gave none), or it exceeds tau."""
     if speedup.value is None:
         return False
@@ -264,23 +264,23 @@ def is_noise(speedup: Row, tau: Row | None) -> bool:
     return low <= 1 <= high or (tau is not None and speedup.value > (tau.value or math.inf))
 
 
-def has_noise(places: Iterable[dict[str, Row]]) -> bool:
+def has_noise(places: Iterable[dict[str, ResultRow]]) -> bool:
     """Return whether any speed-up among these measurements is noise."""
     return any(is_noise(figures["speedup"], figures["tau"]) for figures in places)
 
 
-def format_tau_and_speedup(figures: dict[str, Row]) -> list[str]:
+def format_tau_and_speedup(figures: dict[str, ResultRow]) -> list[str]:
     """Return tau and speed-up with their intervals; a speed-up that is noise is marked."""
     tau, speedup = (format_figure(figure, figures[figure].value, figures[figure].interval) for figure in MAIN_FIGURES)
     return [tau, speedup + NOISE * is_noise(figures["speedup"], figures["tau"])]
 
 
-def acceptance_rates(figures: dict[str, Row]) -> list[float]:
+def acceptance_rates(figures: dict[str, ResultRow]) -> list[float]:
     """Return the acceptance rate at each depth, given the depth before."""
     return [row.value or 0.0 for figure, row in figures.items() if figure.startswith(DEPTH)]
 
 
-def format_cells(place: Place, figures: dict[str, Row]) -> dict[str, Any]:
+def format_cells(place: Place, figures: dict[str, ResultRow]) -> dict[str, Any]:
     """Return the cells of one measurement in tables, by column."""
     lossless, counts, legacy = figures["lossless"], figures["tau"].details, figures.get("tau_legacy")
     gate, (tau, speedup) = lossless.details, format_tau_and_speedup(figures)
@@ -315,31 +315,31 @@ def format_cells(place: Place, figures: dict[str, Row]) -> dict[str, Any]:
     }
 
 
-def _format_lines(places: dict[Place, dict[str, Row]], columns: list[str]) -> list[list[Any]]:
+def _format_lines(places: dict[Place, dict[str, ResultRow]], columns: list[str]) -> list[list[Any]]:
     shown = [format_cells(place, figures) for place, figures in places.items()]
     return [[line[column] for column in columns] for line in shown]
 
 
-def format_headline(places: dict[Place, dict[str, Row]]) -> str:
+def format_headline(places: dict[Place, dict[str, ResultRow]]) -> str:
     """Return a Markdown table of a release's figures, a line per benchmark, temperature and method."""
     heads = ["benchmark", "T", "method", "tau", "speed-up", "accepted at depth 1, 2, ...", "lossless"]
-    return markdown.table(heads, _format_lines(places, heads))
+    return markdown.format_table(heads, _format_lines(places, heads))
 
 
-def format_summary(rows: list[Row]) -> str:
+def format_summary(rows: list[ResultRow]) -> str:
     """Return the table for a terminal: the figures of each method, without the proof of losslessness."""
     columns = ["benchmark", "T", "method", "tau", "speed-up", "passed"]
     heads = [*columns[:3], "tau (95%)", "speed-up (95%)", "lossless"]
-    return markdown.narrow_table(heads, _format_lines(by_place(rows), columns))
+    return markdown.format_narrow_table(heads, _format_lines(group_by_place(rows), columns))
 
 
-def format_table(rows: list[Row]) -> str:
+def format_table(rows: list[ResultRow]) -> str:
     """Return a Markdown table with one line per benchmark, temperature and method, and the proof of losslessness."""
     has_repeating = any(row.details["answers_in_circles"] for row in rows if row.figure == "tau")
     last = ["tau, legacy count", *["answers in circles; without them"] * has_repeating]
     columns = ["benchmark", "T", "method", "prompts", "tau", "speed-up", "ms/token, plain", "proof", *last]
     heads = [*columns[:4], "tau (95%)", "speed-up (95%)", "ms/token, plain", "lossless", *last]
-    return markdown.table(heads, _format_lines(by_place(rows), columns))
+    return markdown.format_table(heads, _format_lines(group_by_place(rows), columns))
 
 
 def explain_figures() -> str:

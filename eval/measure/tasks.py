@@ -14,21 +14,21 @@ from eval.measure.harness import EvalTask, Harness, Outcome
 from eval.measure.packed import pack
 from eval.measure.prompts import load_prompts
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.provenance import measured_by
-from pipeline.artifacts.published import fetch
+from pipeline.artifacts.provenance import measurement_versions
+from pipeline.artifacts.published import download_published
 from pipeline.artifacts.reports import method_of, read_tuned_trees
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import Journal, exclusive
+from pipeline.basics.files import Journal, lock_folder
 from pipeline.basics.progress import Progress
 from pipeline.decoding.config import Method
 from pipeline.decoding.contract import Source
 from pipeline.drafts import make_untrained
-from pipeline.drafts.parts.layers import shapes_of
-from pipeline.drafts.prompt_lookup import corpora_of
+from pipeline.drafts.parts.layers import draft_shapes
+from pipeline.drafts.prompt_lookup import corpus_hashes
 from pipeline.drafts.small_model import SmallModel
 from pipeline.lm.model import Target, fingerprint, identify, load_reader
 from pipeline.recipe.checks import TUNED
-from pipeline.recipe.identity import differences, digest, run_hash
+from pipeline.recipe.identity import describe_differences, digest, run_hash
 from pipeline.recipe.recipe import Recipe
 
 RECORDS = "records.jsonl"
@@ -44,8 +44,8 @@ def digest_drafts(recipe: Recipe) -> Digests:
 
     Raise PipelineError if a draft is missing, or was trained under other settings.
     """
-    fetch(recipe)
-    digests: Digests = {name: next(iter(corpora_of([config])), None) for name, config in recipe.draft.items()}
+    download_published(recipe)
+    digests: Digests = {name: next(iter(corpus_hashes([config])), None) for name, config in recipe.draft.items()}
     digests |= {name: checkpoint.require_trained_under(recipe, name).weights_sha256 for name in recipe.trained}
     return digests | {name: fingerprint(small_model) for name, small_model in recipe.small_models.items()}
 
@@ -107,14 +107,14 @@ def _format_tuning_differences(tuned_conditions: dict[str, Any], conditions: dic
     tuned_values, values = (
         {RECIPE_KEYS.get(key, key): value for key, value in each.items()} for each in (tuned_conditions, conditions)
     )
-    return ", ".join(filter(None, [*weights, differences(tuned_values, values, values.keys() - {"digests"})]))
+    return ", ".join(filter(None, [*weights, describe_differences(tuned_values, values, values.keys() - {"digests"})]))
 
 
 def evaluation_lock(recipe: Recipe) -> AbstractContextManager[None]:
     """Lock the evaluation of a run for one command, from its first read of weights and trees to its last figure. Raise
     PipelineError if another command holds it.
     """
-    return exclusive(recipe.paths.eval, "evaluation or tuning")
+    return lock_folder(recipe.paths.eval, "evaluation or tuning")
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def make_job(recipe: Recipe, tuned_alone: bool = False) -> EvalJob:
     digests = digest_drafts(recipe)
     methods, tasks = load_methods(recipe, tuned_alone, digests), load_tasks(recipe)
     dependencies = {
-        "code": measured_by(),
+        "code": measurement_versions(),
         "recipe": run_hash(recipe),
         "methods": {name: method.to_json() for name, method in methods.items()},
         "digests": digests,
@@ -177,10 +177,12 @@ def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, S
     for name in names:
         config = recipe.draft[name]
         if not config.trained:
-            drafts[name] = draft = make_untrained(config, shapes_of(target.config), lambda: target.tokenizer)
+            drafts[name] = draft = make_untrained(config, draft_shapes(target.config), lambda: target.tokenizer)
             draft.name = name
             if isinstance(draft, SmallModel):
-                draft.read_by(*load_reader(recipe.small_models[name], target.device, target.dtype), target.tokenizer)
+                draft.attach_model(
+                    *load_reader(recipe.small_models[name], target.device, target.dtype), target.tokenizer
+                )
             continue
         draft = checkpoint.load(recipe.paths.draft(name), target_fingerprint).to(target.device, target.dtype)
         draft.bind(embed_head)

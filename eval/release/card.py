@@ -11,12 +11,18 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 
 from eval.measure import report
-from pipeline.artifacts.checkpoint import Saved
-from pipeline.artifacts.regenerated import are_of
-from pipeline.artifacts.reports import Row, alone, faster_drafts, method_of, released_method
+from pipeline.artifacts.checkpoint import CheckpointConfig
+from pipeline.artifacts.regenerated import holds_answers_of
+from pipeline.artifacts.reports import (
+    ResultRow,
+    describe_faster_drafts,
+    fastest_without_secondary,
+    method_of,
+    released_method,
+)
 from pipeline.basics import embedded
 from pipeline.basics.public import public_name
-from pipeline.drafts import kind_of
+from pipeline.drafts import kind_key
 from pipeline.recipe.identity import run_hash
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import markdown
@@ -29,16 +35,16 @@ TEMPLATES = jinja2.Environment(
     trim_blocks=True,
     autoescape=jinja2.select_autoescape(["html.jinja"], default=False),
 )
-TEMPLATES.globals |= {"public_name": public_name, "plain": markdown.plain}
+TEMPLATES.globals |= {"public_name": public_name, "plain": markdown.escape_markdown}
 
 
 def render(template: str, **facts: Any) -> str:
     return TEMPLATES.get_template(template).render(facts)
 
 
-def collect_facts(recipe: Recipe, saved: Saved, measured: Facts, rows: list[Row]) -> Facts:
+def collect_facts(recipe: Recipe, saved: CheckpointConfig, measured: Facts, rows: list[ResultRow]) -> Facts:
     """Return the values that card and page show, by name. `rows` are the report's."""
-    kind, hub = kind_of(saved.config), find_hub_name(recipe.target.model)
+    kind, hub = kind_key(saved.config), find_hub_name(recipe.target.model)
     return {
         "recipe": recipe,
         "recipe_hash": run_hash(recipe),
@@ -46,8 +52,10 @@ def collect_facts(recipe: Recipe, saved: Saved, measured: Facts, rows: list[Row]
         "training": saved.training,
         "measured": measured,
         "method": released_method(recipe, measured, rows),
-        "alone": alone(recipe, measured, rows),  # how the draft decodes without secondary sources; may be the same
-        "faster": faster_drafts(recipe, measured, rows),
+        "alone": fastest_without_secondary(
+            recipe, measured, rows
+        ),  # how the draft decodes without secondary sources; may be the same
+        "faster": describe_faster_drafts(recipe, measured, rows),
         "name": f"{recipe.name}-{recipe.publish.draft}",
         "kind": kind,
         "article": "an" if kind[0] in "aeiou" else "a",
@@ -58,13 +66,13 @@ def collect_facts(recipe: Recipe, saved: Saved, measured: Facts, rows: list[Row]
     }
 
 
-def render_card(facts: Facts, rows: list[Row], elsewhere: list[Row], **more: Any) -> str:
+def render_card(facts: Facts, rows: list[ResultRow], elsewhere: list[ResultRow], **more: Any) -> str:
     """Return the text of README.md. `elsewhere` are earlier rows of the same weights; `more` has `plots`, by path;
     `features` on the Hub; and `engines`: how each serves the weights.
     """
     recipe, measured, method = facts["recipe"], facts["measured"], facts["method"]
     shown_methods = (facts["alone"], method)
-    places = report.by_place([row for row in rows if row.method in shown_methods], first=shown_methods)
+    places = report.group_by_place([row for row in rows if row.method in shown_methods], first=shown_methods)
     lengths, lowest = recipe.eval.of_contexts, min(recipe.eval.temperatures)
     head = ModelCardData(
         language=recipe.data.languages or ["en"],
@@ -89,17 +97,18 @@ def render_card(facts: Facts, rows: list[Row], elsewhere: list[Row], **more: Any
         settings=describe_settings(recipe),
         elsewhere=group_by_origin(elsewhere),
         tau_and_speedup=report.format_tau_and_speedup,
-        own_answers=recipe.data.answers == "target" or are_of(recipe.data.source, facts["saved"].target["fingerprint"]),
+        own_answers=recipe.data.answers == "target"
+        or holds_answers_of(recipe.data.source, facts["saved"].target["fingerprint"]),
         note=embedded.NOTE if recipe.target.model.startswith(embedded.PREFIX) else "",
         methods={name: method_of(entry) for name, entry in measured["drafts"].items()},
     )
     return f"---\n{head.to_yaml()}\n---\n\n{body}"
 
 
-def render_page(facts: Facts, rows: list[Row], plots: list[Path]) -> str:
+def render_page(facts: Facts, rows: list[ResultRow], plots: list[Path]) -> str:
     """Return the text of report.html."""
     method = facts["method"]
-    places = report.by_place(rows, first=(facts["alone"], method))
+    places = report.group_by_place(rows, first=(facts["alone"], method))
     return render(
         "report.html.jinja",
         **facts,
@@ -146,11 +155,11 @@ def find_hub_name(model: str) -> str | None:
     return model if model.count("/") == 1 and public_name(model) == model else None
 
 
-def group_by_origin(rows: list[Row]) -> list[list[dict[str, Row]]]:
+def group_by_origin(rows: list[ResultRow]) -> list[list[dict[str, ResultRow]]]:
     """Group rows by machine, settings and code. In a group, each measurement (benchmark, temperature, method and tree)
     has its rows by figure.
     """
-    sections: dict[str, dict[str, dict[str, Row]]] = {}
+    sections: dict[str, dict[str, dict[str, ResultRow]]] = {}
     for row in rows:
         origin_key = [row.origin.get(key) for key in ("hardware", "settings", "code_revision")]
         measurement = [row.benchmark, row.temperature, row.method, row.origin["tree"]]
@@ -159,7 +168,7 @@ def group_by_origin(rows: list[Row]) -> list[list[dict[str, Row]]]:
     return [list(section.values()) for section in sections.values()]
 
 
-def model_index(place: report.Place, figures: dict[str, Row], draft_alone: str) -> list[EvalResult]:
+def model_index(place: report.Place, figures: dict[str, ResultRow], draft_alone: str) -> list[EvalResult]:
     """Return the Hub's model-index entries of one measurement: figure and method, nothing else; no speed-up that is
     noise.
     """

@@ -26,9 +26,9 @@ from pipeline.features.shards import (
     SPLITS,
     Manifest,
     Record,
-    damage,
-    kind_of,
-    prompts_damage,
+    file_kind,
+    find_damage,
+    find_prompts_damage,
 )
 from pipeline.recipe.identity import digest, run_hash
 from pipeline.recipe.recipe import Recipe
@@ -103,7 +103,7 @@ def _require_lasting(folder: Path, manifest: Manifest) -> None:
             f"{folder}: the shards of a run with features.keep = 'window' come and go, so there are none to upload: "
             "dump with features.keep = 'all'"
         )
-    states = {HELDOUT_PROMPTS: prompts_damage(folder, manifest)}
+    states = {HELDOUT_PROMPTS: find_prompts_damage(folder, manifest)}
     states[RECIPE] = None if (folder / RECIPE).is_file() else "it is missing"
     for name, reason in states.items():
         if reason:
@@ -115,9 +115,9 @@ def _require_lasting(folder: Path, manifest: Manifest) -> None:
 def _checked_path(folder: Path, record: Record) -> Path:
     """Return the path of a record's file. Raise PipelineError if its content is not the record's."""
     path = folder / record.name
-    if reason := damage(folder, record):
+    if reason := find_damage(folder, record):
         raise PipelineError(
-            f"{kind_of(record)} {path}: {reason}. Nothing of this part was sent. It can be dumped again: "
+            f"{file_kind(record)} {path}: {reason}. Nothing of this part was sent. It can be dumped again: "
             f"jakiro verify {folder} --recipe RECIPE --repair"
         )
     return path

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pipeline.artifacts.reports import RELEASE, REPORT, read_release
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import sha256, sync, write_sealed
+from pipeline.basics.files import flush_folder, sha256, write_sealed
 
 CARD, NEW_CARD = "README.md", "README.new.md"  # the second: this release's card, next to one that the user edited
 
@@ -20,7 +20,7 @@ def install(built: Path, release: Path) -> list[str]:
     PipelineError for a folder that is no release, before anything in it is touched.
     """
     _require_release(release)
-    sync(built)
+    flush_folder(built)
     old_list, notes = read_release(release), []
     files, pending = old_list["files"], old_list["pending"]
     known_sha256, listed = {*files.values(), *pending.values()}, files.keys() | pending.keys()

@@ -17,7 +17,7 @@ from pipeline.artifacts.provenance import RECIPE
 from pipeline.artifacts.reports import (
     RELEASE,
     REPORT,
-    Row,
+    ResultRow,
     measured_rows,
     method_of,
     read_release,
@@ -29,7 +29,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256, write_text
 from pipeline.recipe.recipe import Recipe
 from pipeline.serving.bundle import bundle
-from pipeline.serving.export import tried
+from pipeline.serving.export import list_tested_engines
 
 
 def build_release(recipe: Recipe) -> tuple[Path, list[str]]:
@@ -66,7 +66,7 @@ def build_release(recipe: Recipe) -> tuple[Path, list[str]]:
     # without the counts by prompt: the prompts are private
     write_rows(building, [replace(row, counts={}, answers={}) for row in [*rows, *elsewhere]])
     plots = _copy_plots(recipe.paths.eval, measured["plots"], building)
-    card_facts = {"plots": plots, "features": find_features_on_hub(recipe), "engines": tried(building)}
+    card_facts = {"plots": plots, "features": find_features_on_hub(recipe), "engines": list_tested_engines(building)}
     write_text(building / CARD, render_card(facts, rows, elsewhere, **card_facts))
     write_text(building / "report.html", render_page(facts, rows, plots))
     notes = install(building, release)
@@ -89,13 +89,13 @@ def push(release: Path, repository: str, private: bool) -> list[str]:
     return lines + ([f"not uploaded: {', '.join(left_here[:10])}{ellipsis}"] if left_here else [])
 
 
-def earlier_rows(release: Path, weights: str, new_rows: list[Row]) -> list[Row]:
+def earlier_rows(release: Path, weights: str, new_rows: list[ResultRow]) -> list[ResultRow]:
     """Return the rows of these weights in an earlier release that `new_rows` do not replace: a release adds figures and
     loses none. Of two measurements of the same benchmark, temperature, method, machine, settings and tree the newer one
     stays. Raise PipelineError for figures that are damaged, or of another version.
     """
 
-    def measurement(row: Row) -> str:
+    def measurement(row: ResultRow) -> str:
         origin_key = [row.origin.get(key) for key in ("hardware", "settings", "tree")]
         return json.dumps([row.instrument, row.benchmark, row.temperature, row.method, origin_key], sort_keys=True)
 

@@ -96,7 +96,7 @@ def run_command(command: list[str], limit: float, log: Path, environment: dict[s
     """Run a command for at most `limit` seconds; return "" or, if it failed, its last error in one line."""
     with ExitStack() as stack:
         streams = {"stdout": stack.enter_context(log.open("w")), "stderr": subprocess.STDOUT}
-        process = stack.enter_context(children.started(command, environment, cwd=ROOT, **streams))
+        process = stack.enter_context(children.start_command(command, environment, cwd=ROOT, **streams))
         try:
             process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -122,7 +122,7 @@ def format_figures(figures: Figures) -> str:
     bad = {"failed": figures["failed"], "NOT LOSSLESS": figures["not_lossless"]}
     lines = [f"{label}: {', '.join(names)}." for label, names in bad.items() if names]
     rows = [[name, *row] for name, part in figures["parts"].items() for row in _figure_rows(part)]
-    table = markdown.table(["part", "what", "figure"], rows)
+    table = markdown.format_table(["part", "what", "figure"], rows)
     return "\n".join([*(lines or ["Every part ran, and nothing was lost."]), "", table])
 
 

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 
 from eval.measure import report
-from eval.measure.harness import EvalTask, Harness, pooled
-from eval.measure.prompts import Prompt
+from eval.measure.harness import EvalTask, Harness, pool_outcomes
+from eval.measure.prompts import BenchmarkPrompt
 from infra.check.shapes import CheckSettings, new_methods, save_small_target
 from pipeline.artifacts import reports
 from pipeline.decoding.config import LoadedMethod, TreeConfig
-from pipeline.decoding.generate import Sampling, plain
-from pipeline.drafts import TrainedDraft, objective_of
+from pipeline.decoding.generate import Sampling, decode_plain
+from pipeline.drafts import TrainedDraft, make_objective
 from pipeline.features.batch import collate
-from pipeline.features.schema import Row
+from pipeline.features.schema import TextRow
 from pipeline.lm.chat import prompt_ids
 from pipeline.lm.model import Target
 from pipeline.recipe.recipe import Recipe
@@ -44,7 +44,7 @@ def measure_lossless(settings: CheckSettings) -> dict[str, Any]:
             else:
                 tree = TreeConfig(paths="eagle-1", siblings="drawn")
                 methods["eagle-drawn"] = LoadedMethod(methods["eagle"].draft, tree)
-            measured = report.by_place(decode_rows(recipe, target, methods, settings.shape.prompts))
+            measured = report.group_by_place(decode_rows(recipe, target, methods, settings.shape.prompts))
             for (_, temperature, method), metrics in measured.items():
                 gate = {"passed": bool(metrics["lossless"].value), **metrics["lossless"].details}
                 figures = {"draft": method, "temperature": temperature, "tau": metrics["tau"].value, "gate": gate}
@@ -65,18 +65,20 @@ def format_gate(result: dict[str, Any]) -> tuple[str, str]:
     return label, f"{verdict}: {text}; tau {result['tau']:.2f}"
 
 
-def decode_rows(recipe: Recipe, target: Target, methods: dict[str, LoadedMethod], count: int) -> list[reports.Row]:
+def decode_rows(
+    recipe: Recipe, target: Target, methods: dict[str, LoadedMethod], count: int
+) -> list[reports.ResultRow]:
     """Decode `count` random prompts and return the report's rows."""
     harness = Harness(recipe, target, methods)
     tasks = [EvalTask("random", prompt, t) for t in recipe.eval.temperatures for prompt in random_prompts(count)]
-    records, gates, _ = pooled([(task.benchmark, harness.decode(task)) for task in tasks])
-    return report.rows(records, gates, {name: {} for name in methods})
+    records, gates, _ = pool_outcomes([(task.benchmark, harness.decode(task)) for task in tasks])
+    return report.build_rows(records, gates, {name: {} for name in methods})
 
 
-def random_prompts(count: int) -> list[Prompt]:
+def random_prompts(count: int) -> list[BenchmarkPrompt]:
     generator = torch.Generator().manual_seed(1)
     texts = [" ".join(map(str, torch.randint(256, (8 + 4 * n,), generator=generator).tolist())) for n in range(count)]
-    return [Prompt(str(number), "random", (text,)) for number, text in enumerate(texts)]
+    return [BenchmarkPrompt(str(number), "random", (text,)) for number, text in enumerate(texts)]
 
 
 def train_on_answers(draft: TrainedDraft, target: Target, settings: CheckSettings) -> dict[str, torch.Tensor]:
@@ -84,10 +86,12 @@ def train_on_answers(draft: TrainedDraft, target: Target, settings: CheckSetting
     rows, sampling = [], Sampling(settings.shape.answer_tokens, frozenset(target.stop_ids()))
     for prompt in random_prompts(settings.shape.prompts):
         ids = prompt_ids(target.tokenizer, [{"role": "user", "content": prompt.turns[0]}])
-        tokens = torch.tensor(ids + plain(target, ids, sampling).tokens)
+        tokens = torch.tensor(ids + decode_plain(target, ids, sampling).tokens)
         mask = torch.ones(len(tokens), dtype=torch.uint8).numpy()
-        rows.append(Row(prompt.question_id, tokens.int().numpy(), mask, target.capture(tokens[None])[0].clone().cpu()))
-    objective = objective_of(draft.config)
+        rows.append(
+            TextRow(prompt.question_id, tokens.int().numpy(), mask, target.capture(tokens[None])[0].clone().cpu())
+        )
+    objective = make_objective(draft.config)
     totals = dict.fromkeys(objective.groups, sum(len(row.input_ids) for row in rows))
     batch = collate(rows, objective, totals).to(target.device, target.dtype)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=5e-3)

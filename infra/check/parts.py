@@ -35,18 +35,18 @@ from infra.plan import speeds as plan_speeds
 from infra.plan.memory import step_bytes
 from pipeline.artifacts.features import feature_spec
 from pipeline.artifacts.provenance import LIBRARIES, hardware, revision
-from pipeline.basics.accelerator import now
+from pipeline.basics.accelerator import synchronized_time
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json
-from pipeline.decoding.generate import Sampling, speculative
-from pipeline.drafts import build, objective_of, parameter_count
-from pipeline.drafts.parts.layers import shapes_of
+from pipeline.decoding.generate import Sampling, decode_speculative
+from pipeline.drafts import build, make_objective, parameter_count
+from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.features.shards import FeatureStore
-from pipeline.lm.attention import behind
+from pipeline.lm.attention import causal_mask
 from pipeline.lm.model import DTYPES, Target, load_config, load_embed_head
 from pipeline.running import entry
 from preprocess.dump.task import ShardTask
-from train.engine.engine import Engine, start_distributed
+from train.engine.engine import TrainingEngine, start_distributed
 from train.input.data import Batches
 from train.loop import new_draft
 
@@ -58,10 +58,10 @@ VERIFIED = (16, 4, 32, 8, 96, 2, 24, 48)  # tokens whose verification is timed, 
 def time_call(work: Callable[[], Any]) -> float:
     """Return the mean seconds of a call, over `CALLS` after one that warms up."""
     work()
-    begin = now(torch.device(device()))
+    begin = synchronized_time(torch.device(device()))
     for _ in range(CALLS):
         work()
-    return (now(torch.device(device())) - begin) / CALLS
+    return (synchronized_time(torch.device(device())) - begin) / CALLS
 
 
 def peak_memory() -> dict[str, float]:
@@ -159,28 +159,28 @@ def measure_training(name: str, settings: CheckSettings) -> dict[str, Any]:
         write_random_features(recipe, settings.shape)
     store = FeatureStore(recipe.paths.shards, "train", feature_spec(recipe))
     draft = new_draft(recipe, name, load_embed_head(recipe.target), store)
-    objective = objective_of(draft.config)
+    objective = make_objective(draft.config)
     batches = Batches(store, recipe.train, objective, draft.needs, recipe.seed, 0, 1)
     parts = batches.accumulation, batches.order.steps, settings.folder / name, name
-    engine = Engine(draft, objective.loss, recipe.train, *parts)
+    engine = TrainingEngine(draft, objective.loss, recipe.train, *parts)
     draft.move_embed_head(engine.device, engine.dtype)
     ready = batches.from_step(0, engine.device)
     engine.advance(next(ready)[1])  # allocates the optimizer's moments
     if device() == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    tokens, waited, begin = 0, 0.0, now(engine.device)
+    tokens, waited, begin = 0, 0.0, synchronized_time(engine.device)
     for _ in range(STEPS):
         wait_begin = time.perf_counter()
         _, micro_batches = next(ready)
         waited += time.perf_counter() - wait_begin
         engine.advance(micro_batches)
         tokens += sum(batch.tokens_BT.numel() for batch in micro_batches)
-    seconds = now(engine.device) - begin
+    seconds = synchronized_time(engine.device) - begin
     figures = {"waiting_for_data": round(waited / seconds, 4), "parameters": parameter_count(draft)}
     if device() == "cuda":
         with torch.device("meta"):
-            shaped = build(recipe.draft[name], shapes_of(load_config(recipe.target)))
+            shaped = build(recipe.draft[name], draft_shapes(load_config(recipe.target)))
         figures["step_gib"] = round((torch.cuda.max_memory_allocated() - before) / GIB, 2)
         figures["formula_gib"] = round(step_bytes(recipe, shaped) / GIB, 2)
     length = tokens // (STEPS * recipe.train.global_batch)
@@ -203,8 +203,8 @@ def measure_costs(settings: CheckSettings) -> dict[str, Any]:
     figures = _time_verification(settings, target, sorted(_verified_sizes(settings)))
     prompt, sampling = list(range(5, 5 + settings.shape.context)), Sampling(16, frozenset())
     for name, method in new_methods(recipe, target).items():
-        speculative(target, method, prompt, sampling)  # warms up
-        answer = speculative(target, method, prompt, sampling, exact_split=True)
+        decode_speculative(target, method, prompt, sampling)  # warms up
+        answer = decode_speculative(target, method, prompt, sampling, exact_split=True)
         split = answer.split | {"rest": answer.seconds - sum(answer.split.values())}
         rounds = answer.acceptance.passes
         figures[f"{name}_round_ms"] = {part: round(1e3 * took / rounds, 3) for part, took in split.items()}
@@ -248,7 +248,7 @@ def _time_verification(settings: CheckSettings, target: Target, sizes: list[int]
         cache.keep(context)
 
     def verify(size: int) -> None:
-        pass_of(size, torch.arange(size, device=device) + context, behind(context, size, device), size)
+        pass_of(size, torch.arange(size, device=device) + context, causal_mask(context, size, device), size)
 
     verified = {size: round(1e3 * time_call(partial(verify, size)), 3) for size in sizes}
     return {"context": context, "plain_ms": round(1e3 * time_call(partial(pass_of, 1)), 3), "verify_ms": verified}

@@ -20,14 +20,14 @@ from pipeline.artifacts.features import feature_spec
 from pipeline.basics.files import ROOT
 from pipeline.decoding.config import LoadedMethod
 from pipeline.drafts import build
-from pipeline.drafts.parts.layers import shapes_of
-from pipeline.features.schema import FeatureSpec, Row, row_dtype
+from pipeline.drafts.parts.layers import draft_shapes
+from pipeline.features.schema import FeatureSpec, TextRow, row_dtype
 from pipeline.features.shards import write_features
 from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import DTYPES, Target
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
-from preprocess.dump.worker import Document
+from preprocess.dump.worker import EncodedDocument
 
 RECIPE = ROOT / "infra/recipes/llama3.1-instruct-8b.toml"  # drafts, trees and training are those of the 8B recipe
 VOCABULARY = 256  # tokens of the tokenizer: the numbers 0 ... 255; the end of a turn comes after them
@@ -149,14 +149,14 @@ def save_small_target(folder: Path, width: int) -> None:
     number_tokenizer().save_pretrained(folder)
 
 
-def random_documents(recipe: Recipe, shape: Shape) -> list[Document]:
+def random_documents(recipe: Recipe, shape: Shape) -> list[EncodedDocument]:
     """Return random dialogues, from a quarter of `data.max_length` to its full length; the first quarter of each is the
     prompt.
     """
     draw, longest, vocabulary = np.random.default_rng(0), recipe.data.max_length, shape.config["vocab_size"]
     lengths = np.linspace(longest // 4, longest, shape.documents).astype(int)
     return [
-        Document(
+        EncodedDocument(
             f"random-{number}",
             draw.integers(0, vocabulary, length, dtype=np.int32),
             (np.arange(length) >= length // 4).astype(np.uint8),
@@ -170,7 +170,7 @@ def write_random_features(recipe: Recipe, shape: Shape) -> None:
     spec: FeatureSpec = feature_spec(recipe)
     generator, dtype = torch.Generator().manual_seed(0), row_dtype(spec.stored_dtype)
     rows = [
-        Row(
+        TextRow(
             document.doc_id,
             document.input_ids,
             document.loss_mask,
@@ -241,7 +241,7 @@ def new_methods(
     methods: dict[str, LoadedMethod] = {}
     embed_head = EmbeddingAndHead(target.embedding_VD, target.head, "random")
     for name, config in recipe.draft.items():
-        draft = build(config, shapes_of(target.config))
+        draft = build(config, draft_shapes(target.config))
         draft.initialise(recipe.seed)
         if weights:
             draft.load_state_dict(weights[name])

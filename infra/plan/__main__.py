@@ -37,12 +37,12 @@ from infra.plan import engine, memory, speeds
 from infra.plan.memory import simulate_window
 from infra.plan.sample import Sample, expected_counts, sample_source
 from pipeline.artifacts.provenance import hardware
-from pipeline.basics.accelerator import accelerator
+from pipeline.basics.accelerator import current_accelerator
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.progress import duration
+from pipeline.basics.progress import format_duration
 from pipeline.basics.public import public_name
 from pipeline.drafts import build, parameter_count
-from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.features.schema import FP8
 from pipeline.lm.model import load_config, resolve_device
 from pipeline.recipe.dtypes import describe_dtypes, warn_of_emulation
@@ -81,7 +81,7 @@ class ResourcePlan:
 
     def add_hours(self, stage: str, hours: float | None, suffix: str, source: str, draft: str = "") -> None:
         self.hours.setdefault(stage, []).append(hours)
-        text = "unknown" if hours is None else duration(3600 * hours)
+        text = "unknown" if hours is None else format_duration(3600 * hours)
         self.rows.append([stage, f"{draft}time", f"{text}{suffix}", source])
         self.figures[f"{stage}: {draft}hours"] = hours and round(hours, 6)
 
@@ -107,7 +107,7 @@ class ResourcePlan:
 
     def gpu_text(self, workers: int, gpus_each: float | None = None) -> str:
         """Format the number of GPUs of a stage's workers; "" if the stage runs on none."""
-        has_gpus = accelerator() or any(self.known_speeds.values())
+        has_gpus = current_accelerator() or any(self.known_speeds.values())
         return f", {workers * (gpus_each or 1):g} GPUs" if has_gpus and self.recipe.target.device != "cpu" else ""
 
     def dump(self, sample: Sample) -> dict[str, float]:
@@ -128,7 +128,7 @@ class ResourcePlan:
             size += window_bytes - memory.disk_bytes(recipe, counts["train_rows"], counts["train_tokens"])
             computed_tokens += (times - 1) * counts["train_tokens"]
             self.add_row("dump", "passes", times, f"{times:.2f} over training's dialogues", "its order, simulated")
-        hours = speed and computed_tokens / (speed * workers_worth(features)) / 3600
+        hours = speed and computed_tokens / (speed * equivalent_workers(features)) / 3600
         stored = recipe.stored_dtype + (f", {states} states a token" if states > 1 else "")
         free = f"free here: {free_bytes(recipe) / 1e9:,.0f} GB"
         place = f"in {public_name(features.store)}" if features.store else free
@@ -160,7 +160,7 @@ class ResourcePlan:
         rank_memory = []
         for name in recipe.to_train:
             with torch.device("meta"):
-                draft = build(recipe.draft[name], shapes_of(load_config(recipe.target)))
+                draft = build(recipe.draft[name], draft_shapes(load_config(recipe.target)))
             speed, source = self.find_speed(
                 "train-speed",
                 "tokens/s a rank",
@@ -206,7 +206,7 @@ class ResourcePlan:
         self.add_memory("eval", "memory", memory.evaluation_bytes(recipe), "worker")
 
 
-def make(recipe: Recipe, known_speeds: dict[str, float | None]) -> ResourcePlan:
+def make_plan(recipe: Recipe, known_speeds: dict[str, float | None]) -> ResourcePlan:
     plan = ResourcePlan(recipe, known_speeds)
     if ranks := recipe.train.ranks:
         recipe.train.require_exact_sum(recipe.train.accumulation(ranks))
@@ -225,7 +225,7 @@ def sum_hours(hours: list[float | None]) -> float | None:
     return sum(known_hours) if len(known_hours) == len(hours) else None
 
 
-def workers_worth(features: FeaturesConfig) -> float:
+def equivalent_workers(features: FeaturesConfig) -> float:
     """Return the equivalent number of workers with one device each: as many would dump as fast as these do."""
     return features.workers * min(1, features.gpus_per_worker or 1)
 
@@ -258,11 +258,11 @@ def format_disk_warning(stored_dtype: str) -> str:
 def format_summary(plan: ResourcePlan) -> str:
     """Format the time and disk of the whole run as a sentence."""
     hours, disk = plan.figures["all: hours"], plan.figures["dump: disk"] or 0
-    time = "a time that is not known yet" if hours is None else f"about {duration(3600 * hours)}"
+    time = "a time that is not known yet" if hours is None else f"about {format_duration(3600 * hours)}"
     return f"The run takes {time}; its features take {disk / 1e9:,.3f} GB of disk."
 
 
-def refusal(recipe: Recipe) -> str | None:
+def find_refusal(recipe: Recipe) -> str | None:
     """Return why a run would refuse the contents of its folder; None if it would accept them."""
     try:
         return require_same_settings(recipe, recipe.to_train)
@@ -291,13 +291,13 @@ def main() -> None:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if not arguments.json:
         print(describe_dtypes(recipe), flush=True)
-    if not arguments.json and (reason := refusal(recipe)):
+    if not arguments.json and (reason := find_refusal(recipe)):
         print(f"WARNING: a run refuses this recipe: {reason}")
-    plan = make(recipe, {flag: getattr(arguments, flag.replace("-", "_")) for flag in SPEEDS})
+    plan = make_plan(recipe, {flag: getattr(arguments, flag.replace("-", "_")) for flag in SPEEDS})
     if arguments.json:
         print(json.dumps(plan.figures))
         return
-    print(markdown.table(["stage", "what", "figure", "where it comes from"], plan.rows))
+    print(markdown.format_table(["stage", "what", "figure", "where it comes from"], plan.rows))
     for warning in find_warnings(plan):
         print(warning)
     print(format_summary(plan))

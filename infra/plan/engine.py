@@ -17,15 +17,15 @@ import torch
 from transformers import AutoConfig
 
 from infra.plan.memory import gpu_bytes, states_per_token, values_per_token
-from pipeline.basics.accelerator import accelerator
+from pipeline.basics.accelerator import current_accelerator
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json
-from pipeline.drafts.parts.layers import shapes_of
-from pipeline.features.engines.vllm import asked_version, python_of, require_shares
+from pipeline.drafts.parts.layers import draft_shapes
+from pipeline.features.engines.vllm import find_version, python_of, require_even_split
 from pipeline.features.schema import token_bytes
-from pipeline.lm.attention import FULL, windows
+from pipeline.lm.attention import FULL, attention_windows
 from pipeline.lm.config import TargetConfig
-from pipeline.lm.model import DTYPES, load_config, parameter_count_of, source
+from pipeline.lm.model import DTYPES, count_parameters, load_config, locate_target
 from pipeline.recipe.recipe import Recipe
 
 UTILISATION = 0.92
@@ -57,14 +57,14 @@ class EngineMemory:
 def engine_memory(recipe: Recipe, gpu: float, parallel: int, stored: float | None) -> EngineMemory:
     """Divide `gpu` bytes as vLLM does, with `parallel` GPUs an engine. `stored`: the result of `weight_bytes`."""
     target, options, config = recipe.target, recipe.target.engine_options, load_config(recipe.target)
-    shapes, size = shapes_of(config), DTYPES[target.dtype].itemsize
+    shapes, size = draft_shapes(config), DTYPES[target.dtype].itemsize
     max_tokens = options.get("max_num_batched_tokens", STEP_TOKENS if gpu >= SMALL_GPU else SMALL_STEP_TOKENS)
     step = max_tokens * values_per_token(recipe, parallel) * size
     weights = stored and stored / parallel
     remaining = weights and max(options.get("gpu_memory_utilization", UTILISATION) * gpu - weights - step, 0)
     heads = max(shapes["num_key_value_heads"] // parallel, 1)  # with more GPUs than heads, several hold the same one
     keys_values = 2 * config.num_hidden_layers * heads * shapes["head_dim"] * size
-    dense = set(windows(config)) == {FULL}
+    dense = set(attention_windows(config)) == {FULL}
     cache = options.get("kv_cache_memory_bytes", remaining)
     return EngineMemory(weights, step, cache, keys_values, captured_bytes(recipe), dense)
 
@@ -78,10 +78,10 @@ def captured_bytes(recipe: Recipe) -> int:
 
 def weight_bytes(target: TargetConfig) -> float | None:
     """Return the bytes of the target's weights; None if it is quantised and the size of its files is unknown."""
-    files = source(target)
+    files = locate_target(target)
     config: Any = AutoConfig.from_pretrained(files.name, **files.options())
     if getattr(config, "quantization_config", None) is None:
-        return parameter_count_of(target) * DTYPES[target.dtype].itemsize
+        return count_parameters(target) * DTYPES[target.dtype].itemsize
     if index := files.file("model.safetensors.index.json"):
         return read_json(index).get("metadata", {}).get("total_size")
     single = Path(files.name) / "model.safetensors"  # a file on the Hub is not downloaded only for its size
@@ -96,7 +96,7 @@ def find_smallest_parallel(recipe: Recipe, gpu: float, stored: float | None) -> 
     longest = recipe.target.engine_options.get("max_model_len", text.max_position_embeddings)
     for parallel in range(1, text.num_attention_heads + 1):
         try:
-            require_shares(recipe.target.model_copy(update={"tensor_parallel": parallel}), text)
+            require_even_split(recipe.target.model_copy(update={"tensor_parallel": parallel}), text)
         except PipelineError:
             continue
         if engine_memory(recipe, gpu, parallel, stored).fits(longest):
@@ -108,7 +108,7 @@ def require_gpus(target: TargetConfig, other_machine: bool) -> None:
     """Raise PipelineError if the GPUs cannot share the target or, unless the plan is for another machine, if this
     machine has some GPUs, but too few.
     """
-    require_shares(target, load_config(target))
+    require_even_split(target, load_config(target))
     gpus = torch.accelerator.device_count()
     if not other_machine and 0 < gpus < target.tensor_parallel:
         raise PipelineError(
@@ -119,8 +119,8 @@ def require_gpus(target: TargetConfig, other_machine: bool) -> None:
 
 def is_available(target: TargetConfig) -> bool:
     """Return whether this machine has the engine and enough GPUs."""
-    gpus = torch.accelerator.device_count() if accelerator() else 1
-    return gpus >= target.tensor_parallel and asked_version(python_of(target)) is not None
+    gpus = torch.accelerator.device_count() if current_accelerator() else 1
+    return gpus >= target.tensor_parallel and find_version(python_of(target)) is not None
 
 
 Row = tuple[str, float | None, str, str]  # label, figure, the figure as text, its source
@@ -155,7 +155,7 @@ def _engines_row(recipe: Recipe, gpu: float, stored: float | None) -> Row:
         text += f"; the target does not fit: from tensor_parallel={least} on it does"
     elif least is not None and least < parallel:
         text += f"; with tensor_parallel={least} {count * parallel // least} engines fit"
-    origin = "of this machine" if accelerator() else "assumed"
+    origin = "of this machine" if current_accelerator() else "assumed"
     return "engines", count, text, f"GPUs of {gpu / 1e9:,.0f} GB, {origin}"
 
 

@@ -14,18 +14,19 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from pipeline.basics.accelerator import accelerator
+from pipeline.basics.accelerator import current_accelerator
 from pipeline.basics.errors import PipelineError
-from pipeline.drafts import DraftConfig, TrainedDraft, build, objective_of, parameter_count
-from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts import DraftConfig, TrainedDraft, build, make_objective, parameter_count
+from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.drafts.parts.losses import chunk_rows
-from pipeline.features.batch import Batch, Group, Positions
+from pipeline.features.batch import Batch
+from pipeline.features.positions import Group, Positions
 from pipeline.features.schema import FeatureSpec, arrow_schema, token_bytes
 from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead
-from pipeline.lm.model import DTYPES, empty_decoder, load_config, parameter_count_of
+from pipeline.lm.model import DTYPES, count_parameters, empty_decoder, load_config
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import TrainConfig
-from preprocess.dump.task import in_flight
+from preprocess.dump.task import count_batches_in_flight
 from train.input.order import WINDOW_BYTES, Reads
 
 ASSUMED_GPU = 80 * 10**9  # bytes of memory, if this machine has no GPU
@@ -67,8 +68,8 @@ def worker_bytes(recipe: Recipe) -> float:
     """Return the bytes of one dump worker: the target's weights, and for each token of a batch in flight 8 + states
     values of the hidden size and 3 of the MLP's width.
     """
-    batches = in_flight(recipe) * recipe.features.batch_tokens * values_per_token(recipe)
-    return (parameter_count_of(recipe.target) + batches) * DTYPES[recipe.target.dtype].itemsize
+    batches = count_batches_in_flight(recipe) * recipe.features.batch_tokens * values_per_token(recipe)
+    return (count_parameters(recipe.target) + batches) * DTYPES[recipe.target.dtype].itemsize
 
 
 def values_per_token(recipe: Recipe, parallel: int = 1) -> float:
@@ -79,7 +80,7 @@ def values_per_token(recipe: Recipe, parallel: int = 1) -> float:
 
 def gpu_bytes() -> float:
     """Return the memory of a local GPU, or of an assumed one, in bytes."""
-    device = accelerator()
+    device = current_accelerator()
     return torch.accelerator.get_memory_info(device)[1] if device else ASSUMED_GPU
 
 
@@ -88,13 +89,13 @@ def evaluation_bytes(recipe: Recipe) -> float:
     layers are packed, the plain ones stay in memory next to them until they are replaced.
     """
     config = load_config(recipe.target)
-    shapes = shapes_of(config)
+    shapes = draft_shapes(config)
     length = recipe.data.max_length + recipe.eval.max_new_tokens
     cache = 2 * config.num_hidden_layers * shapes["num_key_value_heads"] * shapes["head_dim"] * length
     with torch.device("meta"):
         drafts = sum(parameter_count(build(recipe.draft[name], shapes)) for name in recipe.trained)
-    drafts += sum(map(parameter_count_of, recipe.small_models.values()))
-    target = parameter_count_of(recipe.target) * (2 if recipe.eval.pack_linears else 1)
+    drafts += sum(map(count_parameters, recipe.small_models.values()))
+    target = count_parameters(recipe.target) * (2 if recipe.eval.pack_linears else 1)
     return (target + cache + drafts) * DTYPES[recipe.eval.dtype].itemsize
 
 
@@ -119,9 +120,9 @@ def rank_bytes(recipe: Recipe, draft: TrainedDraft, ranks: int) -> float:
     shared = {0: (1, 1, 1), 1: (1, 1, ranks), 2: (1, ranks, ranks), 3: (ranks, ranks, ranks)}[config.zero_stage]
     states = sum(part / share for part, share in zip((size, gradient, moments), shared, strict=True)) * parameters
     target_values = (draft.target_vocabulary + draft.teacher_vocabulary) * width
-    embed_head = size * (target_values + (parameter_count_of(recipe.target) if draft.config.runs_the_target else 0))
+    embed_head = size * (target_values + (count_parameters(recipe.target) if draft.config.runs_the_target else 0))
     gathered = size * parameters if config.zero_stage == 3 else 0  # for the estimate of tau; kept for the next one
-    decoding = (parameter_count_of(recipe.target) + parameters) * DTYPES[recipe.target.dtype].itemsize
+    decoding = (count_parameters(recipe.target) + parameters) * DTYPES[recipe.target.dtype].itemsize
     always_decoding = decoding if config.decode == "always" else 0
     last_decoding = decoding if config.decode == "last" else 0
     return states + bucket + embed_head + gathered + always_decoding + max(step_bytes(recipe, draft), last_decoding)
@@ -145,7 +146,7 @@ def step_bytes(recipe: Recipe, draft: TrainedDraft) -> float:
     rows = width * (
         tokens * size + trained_rows * (2 * size + 4 * 2)
     )  # labels; features, gradients and float32 of each
-    local_gpu = accelerator()
+    local_gpu = current_accelerator()
     gpu = local_gpu or torch.device("cuda")  # the planned machine's, if this one has none
     device = torch.device("cpu") if recipe.target.device == "cpu" else gpu
     assumed = None if local_gpu else ASSUMED_GPU
@@ -182,7 +183,7 @@ def all_positions(config: DraftConfig, rows: int, count: int) -> dict[Group, Any
     """Return the trained positions of `rows` rows of `count` tokens, all of which are the assistant's. They are NumPy
     arrays, since fake tensors have no content.
     """
-    one_row = objective_of(config).positions(np.zeros(count + 1, np.int32), np.ones(count + 1, np.uint8))
+    one_row = make_objective(config).positions(np.zeros(count + 1, np.int32), np.ones(count + 1, np.uint8))
     row_begins = count * np.arange(rows)[:, None]
     arrays = {
         group: (group_positions.inputs.numpy(), group_positions.labels.numpy() - 1)
@@ -265,5 +266,5 @@ def simulate_window(recipe: Recipe, rows: float, tokens: float, trained: float) 
         order = np.random.default_rng((recipe.seed, epoch)).permutation(count).tolist()  # as train/input/order.py
         reads += [set(order[first : first + window]) for first in range(0, count, window)]
     trainings = 1 if recipe.train.together else len(recipe.to_train)
-    made = Reads(reads[:steps], count).made(at_once, room, trainings)
+    made = Reads(reads[:steps], count).count_made_shards(at_once, room, trainings)
     return min(features.disk_bytes or windows, total_bytes), made / count

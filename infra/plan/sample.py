@@ -8,11 +8,11 @@ from pipeline.basics.progress import Progress
 from pipeline.lm import chat
 from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.recipe import Recipe
-from preprocess.dump.worker import Document
-from preprocess.sources.forms import description
+from preprocess.dump.worker import EncodedDocument
+from preprocess.sources.forms import describe_record
 from preprocess.sources.groups import Groups, held_out
-from preprocess.sources.intake import DESCRIBED, clean_in_language
-from preprocess.sources.read import Tail, read_records
+from preprocess.sources.intake import DESCRIBED_REASONS, clean_in_language
+from preprocess.sources.read import TornTail, read_records
 from preprocess.sources.sequences import encode_sequences
 
 ENCODED = 200  # records, evenly spread over the source
@@ -24,7 +24,7 @@ class Sample:
 
     records: int  # of the source
     tried: int
-    documents: dict[str, list[Document]]
+    documents: dict[str, list[EncodedDocument]]
 
     @property
     def mean_length(self) -> float:
@@ -37,27 +37,29 @@ def sample_source(recipe: Recipe) -> Sample:
     """Read the source twice: once to count, once to encode. Raise PipelineError if no record is usable."""
     with Progress("count records", 0, "records") as progress:
         records = 0
-        for _ in read_records(recipe.data, Tail()):
+        for _ in read_records(recipe.data, TornTail()):
             records += 1
             progress.advance(1)
     if not records:
         raise PipelineError(f"data.source {recipe.data.source} holds no record")
     every = max(records // ENCODED, 1)
     tokenizer, groups, tried = load_tokenizer(recipe.target), Groups(recipe.data), 0
-    documents: dict[str, list[Document]] = {"train": [], "validation": []}
+    documents: dict[str, list[EncodedDocument]] = {"train": [], "validation": []}
     rejected: dict[str, str] = {}
-    for record in islice(read_records(recipe.data, Tail()), 0, None, every):
+    for record in islice(read_records(recipe.data, TornTail()), 0, None, every):
         tried += 1
         try:
             dialogue = clean_in_language(record, recipe.data, groups)
             sequences, _ = encode_sequences(tokenizer, dialogue, recipe.data)
         except chat.Unusable as reason:
-            rejected.setdefault(str(reason), description(record))
+            rejected.setdefault(str(reason), describe_record(record))
             continue
         split = "validation" if held_out(dialogue.group, recipe.data.heldout_fraction) else "train"
-        documents[split] += [Document(name, sequence.input_ids, sequence.loss_mask) for name, sequence in sequences]
+        documents[split] += [
+            EncodedDocument(name, sequence.input_ids, sequence.loss_mask) for name, sequence in sequences
+        ]
     if not documents["train"]:
-        reasons = ", ".join(f"{reason}: {text}" for reason, text in rejected.items() if reason in DESCRIBED)
+        reasons = ", ".join(f"{reason}: {text}" for reason, text in rejected.items() if reason in DESCRIBED_REASONS)
         raise PipelineError(
             f"none of {tried} records tried of data.source {recipe.data.source} is usable"
             f"{f' ({reasons})' if reasons else ''}"

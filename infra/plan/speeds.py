@@ -10,14 +10,14 @@ import torch
 
 from eval.measure.packed import pack
 from pipeline.artifacts.features import feature_spec
-from pipeline.basics.accelerator import now
-from pipeline.drafts import build, objective_of
-from pipeline.drafts.parts.layers import shapes_of
+from pipeline.basics.accelerator import synchronized_time
+from pipeline.drafts import build, make_objective
+from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.features.batch import collate
-from pipeline.features.schema import Row
+from pipeline.features.schema import TextRow
 from pipeline.lm.model import DTYPES, Target, load_config, load_embed_head, resolve_device
 from pipeline.recipe.recipe import Recipe
-from preprocess.dump.worker import Document, FeatureWorker
+from preprocess.dump.worker import EncodedDocument, FeatureWorker
 
 MAX_PART = 32  # documents of the dump that are timed together
 PROBE = 20  # seconds, after which a measurement ends with what it has
@@ -32,7 +32,7 @@ def dump_worker(recipe: Recipe, folder: Path = Path()) -> FeatureWorker:
     return worker
 
 
-def dump_speed(recipe: Recipe, documents: list[Document]) -> float:
+def dump_speed(recipe: Recipe, documents: list[EncodedDocument]) -> float:
     """Load a dump worker, and return its tokens per second."""
     worker = dump_worker(recipe)
     try:
@@ -41,7 +41,7 @@ def dump_speed(recipe: Recipe, documents: list[Document]) -> float:
         worker.close()
 
 
-def worker_speed(worker: FeatureWorker, documents: list[Document], seconds: float = PROBE) -> float:
+def worker_speed(worker: FeatureWorker, documents: list[EncodedDocument], seconds: float = PROBE) -> float:
     """Return the tokens per second of a local worker, without writing. Parts are whole batches, which grow until one
     more would take longer than `seconds`; the largest ones count.
     """
@@ -65,7 +65,7 @@ def worker_speed(worker: FeatureWorker, documents: list[Document], seconds: floa
 def training_speed(recipe: Recipe, name: str, length: int, seconds: float = 5) -> float:
     """Return the tokens per second of forward, backward and AdamW, on random features of `length` tokens a dialogue."""
     config, device, dtype = recipe.train, resolve_device(recipe.target.device), DTYPES[recipe.train.dtype]
-    shapes = shapes_of(load_config(recipe.target))
+    shapes = draft_shapes(load_config(recipe.target))
     draft = build(recipe.draft[name], shapes)
     draft.initialise(recipe.seed)
     if draft.token_ids_U is not None:
@@ -76,7 +76,7 @@ def training_speed(recipe: Recipe, name: str, length: int, seconds: float = 5) -
     optimizer = torch.optim.AdamW(draft.parameters(), lr=config.learning_rate)
     generator, width = torch.Generator().manual_seed(0), shapes["hidden_size"]
     rows = [
-        Row(
+        TextRow(
             str(number),
             torch.randint(shapes["vocab_size"], (length,), generator=generator).int().numpy(),
             (np.arange(length) > length // 4).astype(np.uint8),
@@ -85,7 +85,7 @@ def training_speed(recipe: Recipe, name: str, length: int, seconds: float = 5) -
         )
         for number in range(config.micro_batch)
     ]
-    objective = objective_of(draft.config)
+    objective = make_objective(draft.config)
     totals, auxiliary = dict.fromkeys(objective.groups, length), range(len(draft.needs.auxiliary))
     batch = collate(rows, objective, totals, auxiliary=auxiliary).to(device, dtype)
 
@@ -106,9 +106,9 @@ def mean_seconds(
     """
     took: list[float] = []
     while len(took) != calls and sum(took) < PROBE and (len(took) < warm + 3 or sum(took[warm:]) < seconds):
-        begin = now(device)
+        begin = synchronized_time(device)
         work()
-        took.append(now(device) - begin)
+        took.append(synchronized_time(device) - begin)
     timed = took[warm:] or took[-1:]
     return sum(timed) / len(timed)
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import httpx2
 
-from eval.served import counters
+from eval.served import parse_counters
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Generation
-from pipeline.serving.export import convert, speculation
+from pipeline.serving.export import convert, format_speculative_config
 
 PATIENCE = 300.0  # seconds for a server to start, and for an answer
 
@@ -197,19 +197,19 @@ class Vllm(ServingEngine):
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "1"]
         command += ["--no-enable-prefix-caching", "--host", "127.0.0.1", "--port", str(port)]
         if draft is not None:
-            command += ["--speculative-config", speculation(draft.method, draft.folder, draft.chain)]
+            command += ["--speculative-config", format_speculative_config(draft.method, draft.folder, draft.chain)]
         return command, dict(self.environment)
 
     def ask(self, address: str, target: str, ids: list[int], tokens: int) -> EngineAnswer:
-        before = counters(httpx2.get(f"{address}/metrics", timeout=PATIENCE).text)
+        before = parse_counters(httpx2.get(f"{address}/metrics", timeout=PATIENCE).text)
         begin = time.perf_counter()
         body = {"model": target, "prompt": ids, "max_tokens": tokens, "temperature": 0, "return_token_ids": True}
         answer = _post(f"{address}/v1/completions", body)["choices"][0]["token_ids"]
         seconds = time.perf_counter() - begin  # the prompt's pass included
-        after = counters(httpx2.get(f"{address}/metrics", timeout=PATIENCE).text)
+        after = parse_counters(httpx2.get(f"{address}/metrics", timeout=PATIENCE).text)
         if before is None or after is None:  # plain decoding
             return EngineAnswer(answer, 0, 0, len(answer) - 1, seconds)
-        counted = after - before
+        counted = after.since(before)
         return EngineAnswer(answer, counted.drafted, counted.accepted, counted.passes, seconds)
 
     def counts(self, answer: Generation, chain: int, tokens: int) -> tuple[int, int, int]:

@@ -27,20 +27,20 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, write_json
 from pipeline.decoding.config import LoadedMethod, Method, TreeConfig, chain
 from pipeline.decoding.contract import Draft
-from pipeline.decoding.generate import Generation, Sampling, plain, speculative
-from pipeline.decoding.replay import counted
+from pipeline.decoding.generate import Generation, Sampling, decode_plain, decode_speculative
+from pipeline.decoding.replay import count_acceptance
 from pipeline.drafts import DraftConfig, make
-from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.drafts.small_model import SmallLlamaConfig, SmallModel, SmallModelConfig
 from pipeline.features.engines import open_source
-from pipeline.features.source import Prompt
+from pipeline.features.source import GenerationPrompt
 from pipeline.lm.chat import prompt_ids
-from pipeline.lm.model import Target, fingerprint, load_reader, load_tokenizer, source
+from pipeline.lm.model import Target, fingerprint, load_reader, load_tokenizer, locate_target
 from pipeline.lm.states import States
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry, markdown
-from pipeline.serving.export import export, method_of
+from pipeline.serving.export import export, vllm_method
 
 SERVE = ROOT / "infra/recipes/serve.toml"
 CHAIN, TOKENS, PROMPTS = 3, 40, 20
@@ -51,7 +51,7 @@ COLUMNS += ["tokens/s: ours plain, served plain, served chain"]
 
 def chain_tree(config: DraftConfig) -> TreeConfig:
     """Return a chain as engines run it: one forward a draft token, even if our draft gives two levels by one."""
-    return chain(CHAIN, parallel=min(config.parallels(CHAIN)))
+    return chain(CHAIN, parallel=min(config.parallel_choices(CHAIN)))
 
 
 class LocalDecoding:
@@ -60,7 +60,7 @@ class LocalDecoding:
     def __init__(self, recipe: Recipe, prompts: list[list[int]]):
         self.target, self.fingerprint = Target(recipe.target, "float32"), fingerprint(recipe.target)
         self.sampling, self.prompts = Sampling(TOKENS, frozenset(self.target.stop_ids())), prompts
-        self.plain_answers = [plain(self.target, ids, self.sampling) for ids in self.prompts]
+        self.plain_answers = [decode_plain(self.target, ids, self.sampling) for ids in self.prompts]
         self._config = recipe.target
 
     def method(self, release: Path, exported: Path) -> LoadedMethod:
@@ -69,10 +69,10 @@ class LocalDecoding:
         if isinstance(config, SmallLlamaConfig):  # it reads the full text, like any language model
             self.target.tokenizer.save_pretrained(exported)
             small = SmallModelConfig(model=str(exported))
-            draft = make(small, shapes_of(self.target.config))
+            draft = make(small, draft_shapes(self.target.config))
             assert isinstance(draft, SmallModel)
             reader_config = self._config.model_copy(update={"model": small.model, "revision": None})
-            draft.read_by(*load_reader(reader_config, *placement), self.target.tokenizer)
+            draft.attach_model(*load_reader(reader_config, *placement), self.target.tokenizer)
         else:
             draft = checkpoint.load(release, self.fingerprint).to(*placement)
             draft.bind(self.target.embed_head(self.fingerprint))
@@ -80,7 +80,7 @@ class LocalDecoding:
 
     def decode_chains(self, method: LoadedMethod) -> list[Generation]:
         """Decode all prompts with the draft's chain. Raise PipelineError if an answer differs from plain decoding's."""
-        answers = [speculative(self.target, method, ids, self.sampling) for ids in self.prompts]
+        answers = [decode_speculative(self.target, method, ids, self.sampling) for ids in self.prompts]
         if [answer.tokens for answer in answers] != [answer.tokens for answer in self.plain_answers]:
             raise PipelineError(f"our chain of {method.draft.name} gives other answers than plain decoding")
         return answers
@@ -92,11 +92,11 @@ class LocalDecoding:
         vllm, answers, estimates = open_source(self._config.model_copy(update=settings), layers), [], []
         for ids in self.prompts:
             begin = time.perf_counter()
-            (answer,) = vllm.answers([Prompt(ids)], self.sampling, capture=True)
+            (answer,) = vllm.answers([GenerationPrompt(ids)], self.sampling, capture=True)
             answers.append(EngineAnswer(answer.tokens, 0, 0, len(answer.tokens) - 1, time.perf_counter() - begin))
             assert answer.states_TSD is not None
             states = States(answer.states_TSD[:, 0], answer.states_TSD[:, 1:], layers)
-            counts = counted(method, states, [*ids, *answer.tokens], len(ids))
+            counts = count_acceptance(method, states, [*ids, *answer.tokens], len(ids))
             estimates.append(Generation(answer.tokens, acceptance=counts, untrimmed_tokens=counts.tokens))
         vllm.close()
         return answers, estimates
@@ -158,7 +158,7 @@ def table(rows: list[dict]) -> str:
         equal = [f"{row['same_plain']} {total}, {row['same_chain']} {total}", f"{row['same_counts']} {total}"]
         speeds = f"{row['per_second_ours_plain']}, {row['per_second_plain']}, {row['per_second_chain']}"
         cells.append([row["engine"], row["draft"], *equal, f"{row['tau_ours']:.3f}, {row['tau_served']:.3f}", speeds])
-    return markdown.table(COLUMNS, cells)
+    return markdown.format_table(COLUMNS, cells)
 
 
 def compare(
@@ -170,7 +170,7 @@ def compare(
     suffix: str = "",
 ) -> list[dict]:
     """Compare every draft in every engine that supports it; `suffix` names the target in the row."""
-    model, rows = source(recipe.target).name, []
+    model, rows = locate_target(recipe.target).name, []
     local, methods, exported, local_chains = LocalDecoding(recipe, prompts), {}, {}, {}
     for name in drafts:
         release, folder = make_release(recipe, name, work / f"{name}{suffix}"), work / f"{name}{suffix}-vllm"
@@ -187,7 +187,7 @@ def compare(
         with engine.serve(model) as address:
             served_plain = [engine.ask(address, model, ids, TOKENS) for ids in local.prompts]
         for name in (name for name in drafts if recipe.draft[name].kind in engine.draft_kinds):
-            with engine.serve(model, ExportedDraft(exported[name], method_of(recipe.draft[name]), CHAIN)) as address:
+            with engine.serve(model, ExportedDraft(exported[name], vllm_method(recipe.draft[name]), CHAIN)) as address:
                 served_chains = [engine.ask(address, model, ids, TOKENS) for ids in local.prompts]
             add(engine, f"{name}{suffix}", (local.plain_answers, local_chains[name]), (served_plain, served_chains))
             if isinstance(engine, Vllm) and recipe.draft[name].kind == "eagle3":

@@ -14,13 +14,13 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from pipeline.artifacts import checkpoint
-from pipeline.decoding.generate import Sampling, plain
-from pipeline.drafts import TrainedDraft, build, objective_of
+from pipeline.decoding.generate import Sampling, decode_plain
+from pipeline.drafts import TrainedDraft, build, make_objective
 from pipeline.drafts.eagle3 import Eagle3Frame
-from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.features.batch import collate
-from pipeline.features.schema import Row
-from pipeline.lm.model import Target, fingerprint, source
+from pipeline.features.schema import TextRow
+from pipeline.lm.model import Target, fingerprint, locate_target
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 
@@ -56,13 +56,13 @@ def make_tiny_target(path: Path, kind: str, tokens: int, work: Path) -> tuple[Re
     answers have `tokens` tokens.
     """
     folder = work / f"tiny-{kind}"
-    words = _save_target(Path(source(load_recipe(path).target).name), folder, kind)
+    words = _save_target(Path(locate_target(load_recipe(path).target).name), folder, kind)
     overrides = [f"draft.{name}={settings}" for name, settings in DRAFTS[kind].items()]
     recipe = load_recipe(path, [f"target.model={folder}", f"output={folder / 'run'}", *overrides])
     generator = torch.Generator().manual_seed(0)
     prompts = [words[torch.randint(len(words), (length,), generator=generator)].tolist() for length in LENGTHS]
     target = Target(recipe.target, "float32")
-    answers = [plain(target, prompt, Sampling(tokens, frozenset())).tokens for prompt in prompts]
+    answers = [decode_plain(target, prompt, Sampling(tokens, frozenset())).tokens for prompt in prompts]
     for name in DRAFTS[kind]:
         draft = _train_draft(recipe, name, target, prompts, answers)
         checkpoint.save(recipe.paths.draft(name), draft, draft.state_dict(), recipe, name, {})
@@ -95,7 +95,7 @@ def _train_draft(
     recipe: Recipe, name: str, target: Target, prompts: list[list[int]], answers: list[list[int]]
 ) -> TrainedDraft:
     """Train a draft on these answers and nothing else."""
-    draft = build(recipe.draft[name], shapes_of(target.config))
+    draft = build(recipe.draft[name], draft_shapes(target.config))
     draft.initialise(0)
     if draft.token_ids_U is not None:
         answer_tokens = sorted({token for answer in answers for token in answer})
@@ -108,9 +108,9 @@ def _train_draft(
         tokens = torch.tensor([*prompt, *answer])
         states_TSD = target.capture_all(tokens[None], list(draft.needs.auxiliary))[0].clone()
         mask = (torch.arange(len(tokens)) >= len(prompt)).to(torch.uint8)
-        rows.append(Row("", tokens.int().numpy(), mask.numpy(), states_TSD[:, 0], states_TSD[:, 1:]))
+        rows.append(TextRow("", tokens.int().numpy(), mask.numpy(), states_TSD[:, 0], states_TSD[:, 1:]))
     frozen = _scale_inputs(draft, rows[0].auxiliary_TKD) if isinstance(draft, Eagle3Frame) else []
-    objective, total = objective_of(draft.config), sum(map(len, answers))
+    objective, total = make_objective(draft.config), sum(map(len, answers))
     totals = dict.fromkeys(objective.groups, total)
     batches = [collate([row], objective, totals, auxiliary=range(len(draft.needs.auxiliary))) for row in rows]
     trained = [weight for weight in draft.parameters() if not any(weight is tensor for tensor in frozen)]

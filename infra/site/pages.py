@@ -148,7 +148,7 @@ def capture_help(name: str) -> str:
     """Return the output of `jakiro NAME --help`."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        jakiro.begin(name, ["--help"])
+        jakiro.start_command(name, ["--help"])
     return printed.getvalue()
 
 

@@ -17,13 +17,13 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from pipeline.artifacts.provenance import PROVENANCE, recorded, settings_said, write_provenance
+from pipeline.artifacts.provenance import PROVENANCE, describe_settings, read_recorded, write_provenance
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path, read_sealed, sha256, write_sealed
-from pipeline.basics.parse import from_json
+from pipeline.basics.parse import parse_settings
 from pipeline.basics.public import public_name
 from pipeline.decoding.config import LoadedMethod, Method, TreeConfig
-from pipeline.drafts import DraftConfig, TrainedDraft, build, make, settings_from
+from pipeline.drafts import DraftConfig, TrainedDraft, build, load_settings, make
 from pipeline.features.schema import FeatureSpec
 from pipeline.lm.model import identify
 from pipeline.recipe.identity import train_hash, training_keys
@@ -43,7 +43,7 @@ FACTS = ("shapes", "target", "train_hash", "weights_sha256", "metrics_sha256", "
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointConfig:
     """The content of a checkpoint's config.json."""
 
     config: DraftConfig
@@ -67,12 +67,12 @@ class Saved:
         }
 
     @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> "Saved":
+    def from_json(cls, raw: dict[str, Any]) -> "CheckpointConfig":
         """Return the known fields of `raw`, each checked for its type and bounds. Raises KeyError, TypeError or
         ValueError for content that `to_json` does not write.
         """
-        config, method = settings_from(raw["draft"]), from_json(Method, raw["method"])
-        secondary = {name: settings_from(raw["secondary"][name]) for name in method.secondary}
+        config, method = load_settings(raw["draft"]), parse_settings(Method, raw["method"])
+        secondary = {name: load_settings(raw["secondary"][name]) for name in method.secondary}
         require_draft_in_bounds(config, "trained")
         for source in secondary.values():
             require_draft_in_bounds(source, "secondary")
@@ -83,7 +83,7 @@ class Saved:
             raise TypeError("training is no object")
         return cls(config, method, secondary, training=raw["training"], **facts)
 
-    def loaded(self, draft: TrainedDraft) -> LoadedMethod:
+    def load_method(self, draft: TrainedDraft) -> LoadedMethod:
         """Return the default method with its sources: the draft, and the method's secondary sources."""
         sources = {name: make(config, self.shapes) for name, config in self.secondary.items()}
         return self.method.load({self.method.draft: draft, **sources})
@@ -99,7 +99,7 @@ class Saved:
             return build(self.config, self.shapes).borrowed
 
     @property
-    def training_said(self) -> str:
+    def training_summary(self) -> str:
         """A phrase that describes the draft's training."""
         if "imported" in self.training:
             return f"imported from {self.training['imported']['from']}"
@@ -125,7 +125,7 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).unlink(missing_ok=True)  # without this file the checkpoint counts as missing
     write_weights(folder / WEIGHTS, weights)
-    saved = Saved(
+    saved = CheckpointConfig(
         config=draft.config,
         method=recipe.resolved(name),
         secondary={},
@@ -192,7 +192,7 @@ def sealed_file(folder: Path, name: str) -> Path | None:
     return path
 
 
-def read_config(folder: Path) -> Saved:
+def read_config(folder: Path) -> CheckpointConfig:
     """Return the content of config.json. Raises PipelineError if `folder` has no checkpoint of this project."""
     path = folder / CONFIG
     if not path.exists():
@@ -204,12 +204,12 @@ def read_config(folder: Path) -> Saved:
             "of another version of it. Train it, or release it, again"
         )
     try:
-        return Saved.from_json(raw)
+        return CheckpointConfig.from_json(raw)
     except (KeyError, TypeError, ValueError) as error:
         raise PipelineError(f"{path} is damaged or of another version: {error}") from None
 
 
-def require_trained_under(recipe: Recipe, name: str) -> Saved:
+def require_trained_under(recipe: Recipe, name: str) -> CheckpointConfig:
     """Return the config of the recipe's draft `name`. Raises PipelineError if it is missing, was trained with other
     settings, or for the target before it changed.
     """
@@ -222,25 +222,25 @@ def require_trained_under(recipe: Recipe, name: str) -> Saved:
     return saved
 
 
-def require_settings(recipe: Recipe, name: str) -> Saved:
+def require_settings(recipe: Recipe, name: str) -> CheckpointConfig:
     """Return the config of a draft's checkpoint. Raises PipelineError if it is missing, or has other settings."""
     folder = recipe.paths.draft(name)
     saved = read_config(folder)
     if saved.train_hash != train_hash(recipe, name):
         raise PipelineError(
             f"{folder} holds a draft trained with other settings: "
-            f"{settings_said(recorded(folder), recipe, training_keys(recipe, name))}. Take these back, give this run "
-            "another output folder, or remove that one"
+            f"{describe_settings(read_recorded(folder), recipe, training_keys(recipe, name))}. Take these back, give "
+            "this run another output folder, or remove that one"
         )
     return saved
 
 
-def lacks_plot(folder: Path) -> bool:
+def is_plot_missing(folder: Path) -> bool:
     """Return whether a training was killed after its checkpoint and before its plot."""
     return (folder / METRICS).exists() and not (folder / PLOT).exists()
 
 
-def metrics_of(folder: Path) -> Path:
+def checked_metrics(folder: Path) -> Path:
     """Return the path of the metrics of a draft's training. Raises PipelineError if the file was changed since."""
     path = folder / METRICS
     if path.exists() and sha256(path) != read_config(folder).metrics_sha256:
@@ -263,7 +263,7 @@ def load(folder: Path, target_fingerprint: str) -> TrainedDraft:
             f"the target at hand has fingerprint {target_fingerprint}. A draft works with its own target only: use "
             "that one, or train again"
         )
-    return of_any_target(folder, saved)
+    return load_for_any_target(folder, saved)
 
 
 def require_sizes(config: DraftConfig, shapes: dict[str, Any], sizes: dict[str, list[int]]) -> None:
@@ -283,7 +283,7 @@ def require_sizes(config: DraftConfig, shapes: dict[str, Any], sizes: dict[str, 
         raise ValueError(f"settings and shapes make {numbers} numbers, far more than the file holds")
 
 
-def of_any_target(folder: Path, saved: Saved) -> TrainedDraft:
+def load_for_any_target(folder: Path, saved: CheckpointConfig) -> TrainedDraft:
     """Load a draft as `load` does, without comparing the target. `saved`: the content of its config.json."""
     path = folder / WEIGHTS
     if not path.exists() or sha256(path) != saved.weights_sha256:

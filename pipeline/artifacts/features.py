@@ -10,30 +10,30 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from pipeline.artifacts.provenance import RECIPE, Recorded, recorded, recorded_in, settings_said
+from pipeline.artifacts.provenance import RECIPE, Recorded, describe_settings, parse_recorded, read_recorded
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_sealed, write_sealed
 from pipeline.basics.progress import Progress
-from pipeline.features.engines import identity_of
+from pipeline.features.engines import source_identity
 from pipeline.features.schema import FeatureSpec, require_readable
-from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, Manifest, damage, prompts_damage
+from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, Manifest, find_damage, find_prompts_damage
 from pipeline.features.store import Store
-from pipeline.lm.attention import most_positions
+from pipeline.lm.attention import max_positions
 from pipeline.lm.model import TargetIdentity, identify, load_config, load_tokenizer
 from pipeline.lm.template import template_settings
-from pipeline.recipe.identity import calibration_hash, digest, dump_hash, dump_hash_with, dump_keys, wanted_layers
+from pipeline.recipe.identity import calibration_hash, digest, dump_hash, dump_hash_with, dump_keys, required_layers
 from pipeline.recipe.recipe import Recipe
 
 Find = Callable[[], Recorded | None]  # returns the recipe next to features
 
 
-def wanted_file(recipe: Recipe) -> Path:
+def shard_request_file(recipe: Recipe) -> Path:
     """Return the path of the request of a running training to its feeder."""
     return recipe.paths.run / "wanted.json"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ShardRequest:
     """A training's request to its feeder: the shards that it will read, in the order of their next use."""
 
     shards: list[int]  # empty: training is finished
@@ -55,14 +55,14 @@ class Wanted:
         return set(spare[: max(over, 0)]), lacking if over <= len(spare) else None
 
 
-def write_wanted(recipe: Recipe, request: Wanted) -> None:
-    write_sealed(wanted_file(recipe), asdict(request))
+def write_shard_request(recipe: Recipe, request: ShardRequest) -> None:
+    write_sealed(shard_request_file(recipe), asdict(request))
 
 
-def read_wanted(recipe: Recipe) -> Wanted | None:
+def read_shard_request(recipe: Recipe) -> ShardRequest | None:
     """Return the request that `write_wanted` wrote; None if there is none."""
-    path = wanted_file(recipe)
-    return Wanted(**read_sealed(path, "Remove it, and run again")) if path.exists() else None
+    path = shard_request_file(recipe)
+    return ShardRequest(**read_sealed(path, "Remove it, and run again")) if path.exists() else None
 
 
 def feature_spec(recipe: Recipe) -> FeatureSpec:
@@ -80,14 +80,14 @@ def feature_spec(recipe: Recipe) -> FeatureSpec:
                 f"features.auxiliary_layers={layers} lacks {lacking}, which draft.{name} needs: add them, or leave the "
                 "key out"
             )
-    most = most_positions(config)
+    most = max_positions(config)
     if recipe.data.max_length > most < config.max_position_embeddings:
         raise PipelineError(
             f"data.max_length={recipe.data.max_length}: with more than {most} tokens in a batch "
             f"{recipe.target.model!r} turns all its positions otherwise (longrope), shorter dialogues' as well; set it "
             f"to {most} or less"
         )
-    states, target = identity_of(recipe.target, layers), identify(recipe.target)
+    states, target = source_identity(recipe.target, layers), identify(recipe.target)
     return FeatureSpec(
         hidden_size=config.hidden_size,
         stored_dtype=recipe.stored_dtype,
@@ -119,8 +119,8 @@ def dump_differences(recipe: Recipe, got: FeatureSpec, find: Find, target_layers
     recorded_recipe = find()
     layers = recorded_recipe.layers if recorded_recipe else None
     if layers is None or dump_hash_with(recipe, layers) != got.recipe:
-        return settings_said(recorded_recipe, recipe, dump_keys(recipe))
-    required = recipe.auxiliary_layers(target_layers) if target_layers else wanted_layers(recipe)
+        return describe_settings(recorded_recipe, recipe, dump_keys(recipe))
+    required = recipe.auxiliary_layers(target_layers) if target_layers else required_layers(recipe)
     holds_all = set(required) <= set(got.auxiliary_numbers)
     return "" if holds_all else f"features.auxiliary_layers: {got.auxiliary_numbers} -> {required}"
 
@@ -143,18 +143,18 @@ def readable_spec(recipe: Recipe) -> FeatureSpec:
     """Return the spec with which this recipe reads its dump, in its store or its folder; without a dump, the spec of a
     future one. Raises PipelineError as `require_dump_of` does.
     """
-    folder, store = recipe.paths.features, store_of(recipe)
+    folder, store = recipe.paths.features, open_store(recipe)
     if store is None and not (folder / MANIFEST).exists():
         return feature_spec(recipe)
     if store is None:
-        return require_dump_of(recipe, Manifest.load(folder).spec, partial(recorded, folder), folder)
+        return require_dump_of(recipe, Manifest.load(folder).spec, partial(read_recorded, folder), folder)
     return require_dump_of(recipe, store.manifest().spec, partial(recorded_in_store, store), store.name)
 
 
 def recorded_in_store(store: Store) -> Recorded | None:
     """Return the recipe next to the features of a store; None if there is none that can be read."""
     with suppress(PipelineError):
-        return recorded_in(store.read(RECIPE))
+        return parse_recorded(store.read(RECIPE))
     return None
 
 
@@ -165,14 +165,14 @@ def answers_hash(recipe: Recipe, dump: str, target: TargetIdentity | None = None
     return digest([calibration_hash(recipe, dump), (target or identify(recipe.target)).stop_ids])
 
 
-def of_another_target(target: TargetIdentity, spec: FeatureSpec) -> list[str]:
+def target_differences(target: TargetIdentity, spec: FeatureSpec) -> list[str]:
     """Return how the target differs from the one that the features of this spec were dumped from."""
     then = {"fingerprint": spec.target, "tokenizer": spec.tokenizer, "template": spec.template}
     stop_ids = {"stop_ids": [int(token) for token in spec.stop_ids.split()]} if spec.stop_ids else {}
     return target.differences(then | stop_ids)
 
 
-def store_of(recipe: Recipe, reader: Path | None = None) -> Store | None:
+def open_store(recipe: Recipe, reader: Path | None = None) -> Store | None:
     """Return the recipe's store; without one, the run's own folder is the store for a `reader` in another folder."""
     if recipe.features.store:
         return Store(recipe.features.store)
@@ -195,11 +195,11 @@ def fetch(
     also for a dump that is not finished, and for a folder with copies of another dump.
     """
     folder = folder or recipe.paths.features
-    elsewhere, store = folder.resolve() != recipe.paths.features.resolve(), store_of(recipe, folder)
+    elsewhere, store = folder.resolve() != recipe.paths.features.resolve(), open_store(recipe, folder)
     if store is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    with fetching(folder):
+    with download_lock(folder):
         for leftover in folder.glob(".*.tmp") if elsewhere else ():  # files of ranks that were killed
             leftover.unlink()
         held = _copy_checksums(folder, expected) if elsewhere else _checksums(folder)
@@ -209,8 +209,8 @@ def fetch(
         manifest.require_complete(store.name)
         missing = [  # missing, of another size, or dumped again since
             record
-            for record in manifest.lasting(recipe.features.keep)
-            if held.get(record.name, record.sha256) != record.sha256 or damage(folder, record, digest=None)
+            for record in manifest.permanent_files(recipe.features.keep)
+            if held.get(record.name, record.sha256) != record.sha256 or find_damage(folder, record, digest=None)
         ]
         with Progress("fetch", len(missing), "shards", quiet=not missing) as progress:
             for record in missing:
@@ -223,7 +223,7 @@ def fetch(
             manifest.save(folder)  # otherwise the manifest there lists a feeder's shards as well
 
 
-def fetching(folder: Path) -> FileLock:
+def download_lock(folder: Path) -> FileLock:
     """Return the lock that the downloading process of a node holds while the others wait."""
     return FileLock(folder / ".fetch.lock")
 
@@ -257,9 +257,9 @@ def heldout_prompts(recipe: Recipe) -> Path:
     """Return the path of the held-out prompts for evaluation; from a store only this file is downloaded. If there are
     none, the path does not exist. Raises PipelineError if they are not those of the dump.
     """
-    store, path = store_of(recipe), recipe.paths.features / HELDOUT_PROMPTS
+    store, path = open_store(recipe), recipe.paths.features / HELDOUT_PROMPTS
     if store is not None:
         store.get(HELDOUT_PROMPTS, recipe.paths.features, store.manifest().prompts_sha256)
-    elif path.exists() and (reason := prompts_damage(recipe.paths.features, Manifest.load(recipe.paths.features))):
+    elif path.exists() and (reason := find_prompts_damage(recipe.paths.features, Manifest.load(recipe.paths.features))):
         raise PipelineError(f"{path}: {reason}. Run the dump again: it writes this file again and keeps the shards")
     return path

@@ -21,9 +21,9 @@ from pipeline.artifacts.unpickle import WEIGHTS, as_object
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json
 from pipeline.drafts.parallel.dflash import MUSE
-from pipeline.drafts.parts.layers import ROPES, SHAPE_FIELDS, shapes_of
+from pipeline.drafts.parts.layers import ROPES, SHAPE_FIELDS, draft_shapes
 from pipeline.drafts.parts.names import AUXILIARY, GPT_OSS, INPUTS, LAYER_KEYS, OUTPUTS
-from pipeline.lm.attention import FULL, SLIDING, most_positions
+from pipeline.lm.attention import FULL, SLIDING, max_positions
 
 OTHER_TARGET = "it was trained for another target"
 NESTED = ("eagle_config", "dflash_config", "transformer_layer_config")
@@ -75,7 +75,7 @@ def raw_config(source: Path) -> dict[str, Any]:
     return read_json(path)
 
 
-def their_config(source: Path, target: Any) -> dict[str, Any]:
+def read_foreign_config(source: Path, target: Any) -> dict[str, Any]:
     """Return the settings in config.json, flattened and without nulls; under AUXILIARY the layers that it names,
     counted as in this project (1: the output of the first layer); a sliding window only if it is shorter than the
     longest text of the target's configuration.
@@ -96,7 +96,7 @@ def their_config(source: Path, target: Any) -> dict[str, Any]:
     _require_types(path, settings)
     settings[AUXILIARY] = _read_layers(path, raw, target)
     _require_rope(path, settings)
-    _resolve_window(path, settings, most_positions(target))
+    _resolve_window(path, settings, max_positions(target))
     return settings
 
 
@@ -119,13 +119,13 @@ def require_known(source: Path, settings: dict[str, Any], extra_keys: Mapping[st
     return sorted(settings.keys() - supported.keys() - {AUXILIARY})
 
 
-def their_shapes(source: Path, settings: dict[str, Any], target: Any, name: str) -> dict[str, Any]:
+def foreign_shapes(source: Path, settings: dict[str, Any], target: Any, name: str) -> dict[str, Any]:
     """Return the draft's shapes: widths, heads, eps and RoPE of its own config; vocabulary and layers of the target,
     whose configuration and name are given. All are the target's if the config has none, as Hydra's and Medusa's.
 
     Raises PipelineError if the width differs from the target's.
     """
-    shapes, width = shapes_of(target), target.hidden_size
+    shapes, width = draft_shapes(target), target.hidden_size
     is_own = "hidden_size" in settings and settings.get("model_type") != "medusa"
     for key in ("target_hidden_size", "hidden_size") if is_own else ("target_hidden_size",):
         if (size := settings.get(key, width)) != width:
@@ -142,7 +142,7 @@ def their_shapes(source: Path, settings: dict[str, Any], target: Any, name: str)
         )
     fields = {key: settings[key] for key in (*SHAPE_FIELDS, "rope_theta", "rope_scaling") if key in settings}
     try:
-        return shapes_of(family(**fields)) | {key: shapes[key] for key in ("vocab_size", "target_layers")}
+        return draft_shapes(family(**fields)) | {key: shapes[key] for key in ("vocab_size", "target_layers")}
     except (StrictDataclassError, AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise PipelineError(f"{source / 'config.json'} makes no layer: {' '.join(str(error).split())}") from None
 

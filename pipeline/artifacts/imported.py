@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.foreign import require_known, their_config, their_shapes
+from pipeline.artifacts.foreign import foreign_shapes, read_foreign_config, require_known
 from pipeline.artifacts.unpickle import read_weights, weights_files
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import exclusive, sha256
+from pipeline.basics.files import lock_folder, sha256
 from pipeline.basics.public import public_text
-from pipeline.drafts import DRAFTS, TrainedDraft, build, kind_of, parameter_count
-from pipeline.drafts.parallel.mask import MASK
-from pipeline.drafts.parts.names import IDS, UNSAID
+from pipeline.drafts import DRAFTS, TrainedDraft, build, kind_key, parameter_count
+from pipeline.drafts.parallel.mask import MASK_TOKEN_ID
+from pipeline.drafts.parts.names import DRAFT_TOKEN_IDS, UNSET
 from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import load_config, load_embed_head
 from pipeline.recipe.recipe import Recipe
@@ -35,7 +35,7 @@ ROTARY = "follows from rope_theta"
 
 
 @dataclass
-class Imported:
+class ImportResult:
     """The result of reading a checkpoint."""
 
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -58,28 +58,28 @@ def import_draft(source: Path, recipe: Recipe, name: str, published: dict[str, s
     if (folder / checkpoint.CONFIG).exists():
         raise PipelineError(f"{folder} holds a draft already. Remove it, or give the recipe another output folder")
     embed_head = load_embed_head(recipe.target)
-    draft, result, imported = converted(source, recipe, name, embed_head)
+    draft, result, imported = convert_draft(source, recipe, name, embed_head)
     draft.bind(embed_head)
     facts: dict[str, Any] = {"parameters": parameter_count(draft), "imported": imported}
     if published is not None:
         facts |= {"published": published, "imported": imported | {"from": published["repository"]}}
-    with exclusive(folder, "import"):
+    with lock_folder(folder, "import"):
         checkpoint.save(folder, draft, draft.state_dict(), recipe, name, facts)
     return result.lines
 
 
-def converted(
+def convert_draft(
     source: Path, recipe: Recipe, name: str, embed_head: EmbeddingAndHead, any_vocabulary: bool = False
-) -> tuple[TrainedDraft, Imported, dict[str, Any]]:
+) -> tuple[TrainedDraft, ImportResult, dict[str, Any]]:
     """Return the recipe's draft `name` with the weights of `source`, the result of reading them, and facts about the
     source for the card. With `any_vocabulary` the draft's vocabulary is the source's, not the recipe's. Raises
     PipelineError if the weights do not fit.
     """
     config, target = recipe.draft[name], load_config(recipe.target)
-    settings, files = their_config(source, target), weights_files(source)
-    shapes = their_shapes(source, settings, target, recipe.target.model)
-    names = DRAFTS[kind_of(config)].names
-    result, unread = Imported(), require_known(source, settings, names.known(config))
+    settings, files = read_foreign_config(source, target), weights_files(source)
+    shapes = foreign_shapes(source, settings, target, recipe.target.model)
+    names = DRAFTS[kind_key(config)].names
+    result, unread = ImportResult(), require_known(source, settings, names.known_keys(config))
     tensors = read_weights(files)
     bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     ids = read_vocabulary_ids(bare, len(embed_head.embedding_VD))
@@ -94,7 +94,7 @@ def converted(
     draft.name = name
     differences = []
     for key, (value, draft_value) in names.read_settings(draft, settings, bare).items():
-        if value is UNSAID:
+        if value is UNSET:
             is_default = getattr(config, key) == getattr(type(config), key)
             reason = "this kind's default" if is_default else "as the recipe says"
             result.note(f"assumed {key}={draft_value}, {reason}: the file does not say it")
@@ -108,7 +108,7 @@ def converted(
         raise PipelineError(
             f"{source} has a draft vocabulary of {len(ids)} tokens: set draft.{name}.vocabulary={len(ids)}"
         )
-    _assign_tensors(result, tensors, names.table(draft, bare), names.unread, ids, embed_head)
+    _assign_tensors(result, tensors, names.table(draft, bare), names.ignored_tensors, ids, embed_head)
     _add_missing(result, draft.state_dict())
     dtypes = {x.dtype for x in result.weights.values() if x.is_floating_point()}
     if len(dtypes) > 1:
@@ -126,7 +126,7 @@ def converted(
 
 
 def _assign_tensors(
-    result: Imported,
+    result: ImportResult,
     tensors: Mapping[str, Tensor],
     table: Mapping[str, str],
     unread: str,
@@ -165,8 +165,8 @@ def _assign_tensors(
             result.dropped.append(name)
             result.note(f"dropped {name}: {reason}")
         elif new_name == "d2t" and ids_U is not None:
-            result.weights[IDS] = ids_U
-            result.note(f"renamed {name} -> {IDS}: offsets become ids")
+            result.weights[DRAFT_TOKEN_IDS] = ids_U
+            result.note(f"renamed {name} -> {DRAFT_TOKEN_IDS}: offsets become ids")
         else:
             result.weights[new_name] = tensor
             if new_name != name:
@@ -181,8 +181,8 @@ def read_vocabulary_ids(tensors: Mapping[str, Tensor], vocabulary: int) -> Tenso
     Raises PipelineError for ids that the target does not have, for ids that do not ascend, which a binary search would
     miss, and for ids that `t2d` contradicts.
     """
-    ids, every = tensors.get(IDS), torch.arange(vocabulary)
-    stated = {} if ids is None else {IDS: ids.reshape(-1)}
+    ids, every = tensors.get(DRAFT_TOKEN_IDS), torch.arange(vocabulary)
+    stated = {} if ids is None else {DRAFT_TOKEN_IDS: ids.reshape(-1)}
     if (offsets := tensors.get("d2t")) is not None:
         stated["d2t"] = ids = offsets.reshape(-1).long() + torch.arange(offsets.numel())
     for name, ids_U in stated.items():
@@ -204,12 +204,12 @@ def read_vocabulary_ids(tensors: Mapping[str, Tensor], vocabulary: int) -> Tenso
     return None if ids is None or ("d2t" in stated and torch.equal(ids, every)) else ids
 
 
-def _add_missing(result: Imported, required: dict[str, Tensor]) -> None:
+def _add_missing(result: ImportResult, required: dict[str, Tensor]) -> None:
     """Add the weights that only this project stores: a zero bias of o for checkpoints with biases of q, k and v only,
     and the mask token, which the checkpoint has in its config.
     """
     for name in set(required) - set(result.weights):
-        if name == MASK:
+        if name == MASK_TOKEN_ID:
             result.weights[name] = required[name]
             result.note(f"made {name}: {int(required[name])}, as the recipe says")
         if name.endswith("o_proj.bias") and (q_bias := name.replace("o_proj", "q_proj")) in result.weights:

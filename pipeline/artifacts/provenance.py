@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from pipeline.basics.accelerator import accelerator
+from pipeline.basics.accelerator import current_accelerator
 from pipeline.basics.embedded import cache_dir
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import ROOT, atomic_path, in_turn, read_json, unsealed, write_sealed
+from pipeline.basics.files import ROOT, atomic_path, lock_file, parse_sealed, read_json, write_sealed
 from pipeline.basics.public import public_name
-from pipeline.recipe.identity import differences, draft_settings, layers_of, run_hash
+from pipeline.recipe.identity import describe_differences, draft_settings, read_layers, run_hash
 from pipeline.recipe.load import recipe_from
 from pipeline.recipe.recipe import Recipe
 
@@ -53,7 +53,7 @@ def revision() -> str:
     return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
-def measured_by() -> str:
+def measurement_versions() -> str:
     """Return the versions of the measurement and of the decoding libraries; a report with others is measured again."""
     versions = [f"{library} {importlib.metadata.version(library)}" for library in ("torch", "transformers")]
     return ", ".join([f"measurement {MEASURE_VERSION}", *versions])
@@ -63,7 +63,7 @@ def hardware(device: str) -> str:
     """Return a line on the hardware: for device "cpu" the processor and the cores that this process may use, else the
     accelerator that it sees.
     """
-    if device != "cpu" and (device_type := accelerator()):
+    if device != "cpu" and (device_type := current_accelerator()):
         count = torch.accelerator.device_count()
         name = torch.get_device_module(device_type).get_device_name(device_type)
         return f"{count} x {name}" if device == "spread" else name + (f" (one of {count})" if count > 1 else "")
@@ -143,7 +143,7 @@ def _machine_key() -> bytes | None:
     """
     path = cache_dir() / "machine-key"
     try:
-        with in_turn(path):
+        with lock_file(path):
             if not path.exists():
                 with atomic_path(path, private=True) as temporary:
                     temporary.write_bytes(secrets.token_bytes(32))
@@ -176,34 +176,34 @@ class Recorded:
     def differences(self, recipe: Recipe, keys: Iterable[str]) -> str:
         """Return the keys among these that differ in `recipe`, with both values; empty if none differs."""
         current = recipe.model_dump(mode="json") if self.is_whole else public_recipe(recipe)
-        return differences(self.tree, current, keys)
+        return describe_differences(self.tree, current, keys)
 
     @property
     def layers(self) -> list[int | str] | None:
         """The auxiliary layers of the recipe; None if it is not a recipe of this version."""
         try:
-            return layers_of(self.tree)
+            return read_layers(self.tree)
         except (AttributeError, KeyError, TypeError, ValueError):
             return None
 
 
-def recorded(folder: Path) -> Recorded | None:
+def read_recorded(folder: Path) -> Recorded | None:
     """Return the recipe next to an artifact; None if there is none that can be read."""
     if (tree := _read_own_tree(folder)) is not None:
         return Recorded(tree, is_whole=True)
     path = folder / RECIPE
-    return recorded_in(path.read_bytes()) if path.is_file() else None
+    return parse_recorded(path.read_bytes()) if path.is_file() else None
 
 
-def recorded_in(content: bytes) -> Recorded | None:
+def parse_recorded(content: bytes) -> Recorded | None:
     """Return the recipe of a recipe.json; None if it cannot be read."""
     try:
-        return Recorded(unsealed(content, RECIPE, ""), is_whole=False)
+        return Recorded(parse_sealed(content, RECIPE, ""), is_whole=False)
     except PipelineError:
         return None
 
 
-def settings_said(recorded_recipe: Recorded | None, recipe: Recipe, keys: Iterable[str]) -> str:
+def describe_settings(recorded_recipe: Recorded | None, recipe: Recipe, keys: Iterable[str]) -> str:
     """Return, for a message, the keys of an artifact's recipe that differ from this recipe's, with both values."""
     if recorded_recipe is None:
         return f"which keys differ is not known: no readable {RECIPE} is next to it"

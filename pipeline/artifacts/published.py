@@ -16,14 +16,14 @@ from pipeline.artifacts.foreign import raw_config
 from pipeline.artifacts.imported import import_draft
 from pipeline.artifacts.unpickle import WEIGHTS, shards
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import exclusive
+from pipeline.basics.files import lock_folder
 from pipeline.drafts import parameter_count
 from pipeline.lm.model import load_embed_head
 from pipeline.recipe.recipe import Recipe
-from pipeline.recipe.untrusted import Trained, parse_untrusted
+from pipeline.recipe.untrusted import TrainingFacts, parse_untrusted
 
 
-def fetch(recipe: Recipe, say: Callable[[str], None] = print) -> None:
+def download_published(recipe: Recipe, say: Callable[[str], None] = print) -> None:
     """Download the recipe's published drafts that are not in its run yet, with a line on each. Raises PipelineError."""
     for name in sorted(recipe.published):
         draft_folder = recipe.paths.draft(name)
@@ -35,12 +35,12 @@ def fetch(recipe: Recipe, say: Callable[[str], None] = print) -> None:
             repository, _, revision = recipe.published[name].partition("@")
             folder = download(repository, revision)
             facts = {"repository": repository, "revision": revision}
-            save_draft = adopt if is_ours(folder) else import_draft
+            save_draft = adopt if has_own_format(folder) else import_draft
             save_draft(folder, recipe, name, facts)
             say(f"{name}: fetched from {repository}, revision {revision}")
 
 
-def is_ours(folder: Path) -> bool:
+def has_own_format(folder: Path) -> bool:
     """Return whether a checkpoint has this project's own format."""
     return "format_version" in raw_config(folder)
 
@@ -67,21 +67,21 @@ def adopt(source: Path, recipe: Recipe, name: str, published: dict[str, str]) ->
     draft = checkpoint.load(source, embed_head.fingerprint)
     draft.name = name
     draft.bind(embed_head)
-    facts = parse_untrusted(Trained, saved.training, source / checkpoint.CONFIG, "It cannot be used").facts()
+    facts = parse_untrusted(TrainingFacts, saved.training, source / checkpoint.CONFIG, "It cannot be used").facts()
     training: dict[str, Any] = facts | {"parameters": parameter_count(draft), "published": published}
-    with exclusive(folder, "import"):
+    with lock_folder(folder, "import"):
         checkpoint.save(folder, draft, draft.state_dict(), recipe, name, training)
 
 
 def download(repository: str, revision: str) -> Path:
     """Download a draft's settings and weights into the cache, and return their folder. Raises PipelineError."""
-    folder = fetched(repository, revision, ["*.json", *WEIGHTS])
+    folder = download_files(repository, revision, ["*.json", *WEIGHTS])
     if any((folder / name).is_file() for name in WEIGHTS) or not (names := shards(folder)):
         return folder
-    return fetched(repository, revision, names)
+    return download_files(repository, revision, names)
 
 
-def fetched(repository: str, revision: str, names: list[str]) -> Path:
+def download_files(repository: str, revision: str, names: list[str]) -> Path:
     """Return a folder of the cache with the repository's files of these names. Raises PipelineError."""
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=names))

@@ -4,14 +4,14 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import SEAL, unsealed
-from pipeline.lm.fingerprint import known_sha256
+from pipeline.basics.files import SEAL, parse_sealed
+from pipeline.lm.fingerprint import cached_sha256
 
 MANIFEST, DIALOGUES = "manifest.json", "dialogues.jsonl"
 REMEDY = "Run jakiro regenerate again with the recipe that made it: what is answered is kept"
 
 
-def are_of(source: str, target_fingerprint: str) -> bool:
+def holds_answers_of(source: str, target_fingerprint: str) -> bool:
     """Return whether a data source holds this target's own answers, unchanged."""
     path = Path(source).expanduser()
     try:
@@ -25,7 +25,7 @@ def are_of(source: str, target_fingerprint: str) -> bool:
     )
 
 
-def require_whole(source: str) -> None:
+def require_unchanged(source: str) -> None:
     """Raise PipelineError if a data source is the result of an unfinished regeneration, or was changed since. An
     unrelated manifest.json next to it is ignored.
     """
@@ -51,9 +51,9 @@ def _read_manifest_next_to(path: Path) -> dict[str, Any] | None:
     content = manifest.read_bytes()
     if not all(f'"{key}"'.encode() in content for key in ("made_by", SEAL)):
         return None
-    made = unsealed(content, manifest, REMEDY)
+    made = parse_sealed(content, manifest, REMEDY)
     return made if isinstance(made.get("made_by"), dict) else None
 
 
 def _is_unchanged(path: Path, manifest: dict[str, Any]) -> bool:
-    return manifest.get("dialogues_sha256") == known_sha256(path)
+    return manifest.get("dialogues_sha256") == cached_sha256(path)

@@ -15,13 +15,13 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.provenance import measured_by, provenance, recorded, settings_said
+from pipeline.artifacts.provenance import describe_settings, measurement_versions, provenance, read_recorded
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import in_turn, read_sealed, read_sealed_lines, sealed_lines, write_text
-from pipeline.basics.parse import from_json
+from pipeline.basics.files import format_sealed_lines, lock_file, read_sealed, read_sealed_lines, write_text
+from pipeline.basics.parse import parse_settings
 from pipeline.decoding.config import Method
-from pipeline.drafts.prompt_lookup import corpora_of
-from pipeline.lm.model import identify, identify_if_here
+from pipeline.drafts.prompt_lookup import corpus_hashes
+from pipeline.lm.model import identify, identify_if_local
 from pipeline.recipe.checks import TUNED
 from pipeline.recipe.identity import digest, release_keys, run_hash
 from pipeline.recipe.recipe import Recipe
@@ -48,7 +48,7 @@ Number = int | float
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultRow:
     """A figure that an instrument measured. Tables, plots and comparisons are views of such rows."""
 
     instrument: str  # "decoded", "predicted", "served", "pruned"
@@ -65,10 +65,10 @@ class Row:
     details: dict[str, Any] = field(default_factory=dict)  # of "lossless": the gate's counts; of "tau": answers, ...
 
 
-_ROW = TypeAdapter(Row)
+_ROW = TypeAdapter(ResultRow)
 
 
-def origin_of(recipe: Recipe, draft: str, **facts: Any) -> dict[str, Any]:
+def make_origin(recipe: Recipe, draft: str, **facts: Any) -> dict[str, Any]:
     """Return the origin of a draft's rows of results."""
     run_facts = provenance(recipe)
     origin = {"run": recipe.name, "seed": recipe.seed, "draft": draft}
@@ -81,24 +81,26 @@ def origin_of(recipe: Recipe, draft: str, **facts: Any) -> dict[str, Any]:
     return origin | facts
 
 
-def put_rows(folder: Path, rows: list[Row], whole: bool = False) -> None:
+def replace_rows(folder: Path, rows: list[ResultRow], all_methods: bool = False) -> None:
     """Add rows to a run's table (results.jsonl in its eval folder). They replace the same instrument's rows of the same
     methods; with `whole`, all rows of the instrument. Concurrent instruments take turns. Raises PipelineError for a
     damaged table.
     """
     instruments, methods = {row.instrument for row in rows}, {row.method for row in rows}
-    with in_turn(folder / ROWS):
+    with lock_file(folder / ROWS):
         before = read_rows(folder)
-        kept_rows = [row for row in before if row.instrument not in instruments or not (whole or row.method in methods)]
+        kept_rows = [
+            row for row in before if row.instrument not in instruments or not (all_methods or row.method in methods)
+        ]
         write_rows(folder, [*kept_rows, *rows])
 
 
-def write_rows(folder: Path, rows: list[Row]) -> None:
+def write_rows(folder: Path, rows: list[ResultRow]) -> None:
     """Write the complete table, replacing the old one."""
-    write_text(folder / ROWS, sealed_lines(map(asdict, rows)))
+    write_text(folder / ROWS, format_sealed_lines(map(asdict, rows)))
 
 
-def read_rows(folder: Path) -> list[Row]:
+def read_rows(folder: Path) -> list[ResultRow]:
     """Return the rows of a table; an empty list if nothing was measured. Raises PipelineError for a damaged table, or a
     table of another version.
     """
@@ -119,15 +121,15 @@ def read_rows(folder: Path) -> list[Row]:
     return rows
 
 
-def digest_of(rows: list[Row]) -> str:
+def digest_rows(rows: list[ResultRow]) -> str:
     """Return the digest that ties a report to its rows."""
     return digest([asdict(row) for row in rows])
 
 
-def measured_rows(folder: Path, report: dict[str, Any]) -> list[Row]:
+def measured_rows(folder: Path, report: dict[str, Any]) -> list[ResultRow]:
     """Return the figures of a report. Raises PipelineError if the table holds other rows, or not all of them."""
     rows = [row for row in read_rows(folder) if row.instrument == "decoded"]
-    if digest_of(rows) != report["rows"]:
+    if digest_rows(rows) != report["rows"]:
         raise PipelineError(
             f"{folder / ROWS} does not hold the rows that {REPORT} was written with. Restore it, or remove both and "
             "run jakiro eval RECIPE again: prompts that are decoded are kept"
@@ -157,7 +159,7 @@ def read_tuned_trees(path: Path) -> dict[str, dict[str, Any]]:
 
 def method_of(facts: dict[str, Any]) -> Method:
     """Return the method of an entry under a report's "drafts", or of a tuned file's entry."""
-    return from_json(Method, facts["method"])
+    return parse_settings(Method, facts["method"])
 
 
 def _require_methods(path: Path, entries: dict[str, dict[str, Any]], instruction: str) -> None:
@@ -189,20 +191,20 @@ def eval_state(recipe: Recipe) -> tuple[bool, str]:
         return False, "no release"
     report = read_report(path)
     if report["provenance"]["recipe_hash"] != run_hash(recipe):
-        keys = settings_said(recorded(recipe.paths.release), recipe, release_keys(recipe))
+        keys = describe_settings(read_recorded(recipe.paths.release), recipe, release_keys(recipe))
         return False, f"release of other settings: {keys}"
-    target = identify_if_here(recipe.target)
+    target = identify_if_local(recipe.target)
     if target and (changes := target.differences(report["target_identity"])):
         return False, f"release of what the target was before: {'; '.join(changes)}"
-    if report.get("code") != measured_by():
-        return False, f"release that was not measured by {measured_by()}"
+    if report.get("code") != measurement_versions():
+        return False, f"release that was not measured by {measurement_versions()}"
     if read_tuned_trees(recipe.paths.tuned) != report.get("tuned"):
         return False, "release without the tuned trees"
     for facts in report["drafts"].values():
         method = method_of(facts)
         if not set(method.sources) <= set(recipe.draft):
             return False, "release of other drafts"
-        if facts["corpora"] != list(corpora_of(recipe.draft[name] for name in method.sources)):
+        if facts["corpora"] != list(corpus_hashes(recipe.draft[name] for name in method.sources)):
             return False, "release of another corpus"
         folder = recipe.paths.draft(method.draft)
         weights_sha256 = (folder / checkpoint.CONFIG).exists() and checkpoint.read_config(folder).weights_sha256
@@ -224,7 +226,7 @@ def is_plain(name: Any) -> bool:
 # -- which method is fastest -------------------------------------------------------------------------------------------
 
 
-def mean_speedups(rows: list[Row], contexts: Container[str]) -> dict[str, float]:
+def mean_speedups(rows: list[ResultRow], contexts: Container[str]) -> dict[str, float]:
     """Return each method's geometric mean of speed-ups. `contexts`: benchmarks that repeat others after longer texts;
     they count only if there are no others.
     """
@@ -236,7 +238,7 @@ def mean_speedups(rows: list[Row], contexts: Container[str]) -> dict[str, float]
     return {method: geometric_mean(values) for method, values in speeds.items()}
 
 
-def released_method(recipe: Recipe, measured: dict[str, Any], rows: list[Row]) -> str:
+def released_method(recipe: Recipe, measured: dict[str, Any], rows: list[ResultRow]) -> str:
     """Return the default method of the released draft: the fastest measured one, with the recipe's tree or the tuned
     one, with secondary sources or without; other context lengths do not count. A method that copies from a corpus,
     which is not released, is excluded.
@@ -244,19 +246,21 @@ def released_method(recipe: Recipe, measured: dict[str, Any], rows: list[Row]) -
     return _fastest(recipe, measured, rows, lambda facts: not facts["corpora"])
 
 
-def alone(recipe: Recipe, measured: dict[str, Any], rows: list[Row]) -> str:
+def fastest_without_secondary(recipe: Recipe, measured: dict[str, Any], rows: list[ResultRow]) -> str:
     """Return the released draft's fastest method without secondary sources, which gives the draft's own figures."""
     return _fastest(recipe, measured, rows, lambda facts: not method_of(facts).secondary)
 
 
-def _fastest(recipe: Recipe, measured: dict[str, Any], rows: list[Row], may: Callable[[dict[str, Any]], bool]) -> str:
+def _fastest(
+    recipe: Recipe, measured: dict[str, Any], rows: list[ResultRow], may: Callable[[dict[str, Any]], bool]
+) -> str:
     names = [name for name in recipe.tunable if recipe.methods[name].draft == recipe.publish.draft]
     both = [name for each in names for name in (each, each + TUNED) if name in measured["drafts"]]
     speeds = mean_speedups(rows, recipe.eval.of_contexts)
     return max((name for name in both if may(measured["drafts"][name])), key=lambda name: speeds.get(name, 1))
 
 
-def faster_drafts(recipe: Recipe, measured: dict[str, Any], rows: list[Row]) -> str:
+def describe_faster_drafts(recipe: Recipe, measured: dict[str, Any], rows: list[ResultRow]) -> str:
     """Return a sentence on the run's other drafts that were faster than the released one; empty where none was."""
     speeds = {name: round(speed, 2) for name, speed in mean_speedups(rows, recipe.eval.of_contexts).items()}
     released = released_method(recipe, measured, rows)

@@ -129,7 +129,7 @@ def limit_resources(size: int, seconds: int) -> None:
         resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def tensors_of(content: object) -> dict[str, Tensor]:
+def require_tensors(content: object) -> dict[str, Tensor]:
     """Return the tensors by name. Ends the process with a message if there is anything else."""
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):  # a trainer's checkpoint
         content = content["state_dict"]
@@ -143,7 +143,7 @@ def tensors_of(content: object) -> dict[str, Tensor]:
 def main(source: Path, target: Path, seconds: int) -> None:
     size = source.stat().st_size
     limit_resources(size, seconds)
-    tensors = tensors_of(torch.load(source, map_location="cpu", weights_only=True))
+    tensors = require_tensors(torch.load(source, map_location="cpu", weights_only=True))
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     if total > MULTIPLE * size:
         sys.exit(f"its tensors come to {total} bytes, expected at most {MULTIPLE} times the file's {size}")

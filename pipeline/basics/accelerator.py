@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from pipeline.basics.errors import PipelineError
 
 
-def kind() -> torch.device | None:
+def accelerator_kind() -> torch.device | None:
     """Return the kind of this process's accelerator; None where torch sees none, or only Apple's, which has no float64
     to draw with. Nothing is initialised by this: a process may still fork, or hide GPUs from itself.
     """
@@ -23,9 +23,9 @@ def kind() -> torch.device | None:
     return None if device is None or device.type == "mps" else device
 
 
-def accelerator() -> torch.device | None:
+def current_accelerator() -> torch.device | None:
     """Return this process's own accelerator, with its index; None without one."""
-    device = kind()
+    device = accelerator_kind()
     return device and torch.device(device.type, torch.accelerator.current_device_index())
 
 
@@ -41,13 +41,13 @@ def bfloat16_cost(device: torch.device) -> float:
     for _ in range(5):
         for dtype in seconds:
             states_ND, weight_DD = (torch.ones(n, 1024, device=device, dtype=dtype) for n in (128, 1024))
-            begin = now(device)
+            begin = synchronized_time(device)
             linear(states_ND, weight_DD)
-            seconds[dtype] = min(seconds[dtype], now(device) - begin)
+            seconds[dtype] = min(seconds[dtype], synchronized_time(device) - begin)
     return seconds[torch.bfloat16] / seconds[torch.float32]
 
 
-def now(device: torch.device) -> float:
+def synchronized_time(device: torch.device) -> float:
     """Return the time in seconds after the device has finished all queued work, so that an interval between two calls
     measures only the work in it.
     """
@@ -56,7 +56,7 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def sent(numbers: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def to_device(numbers: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Copy numbers (a tensor, or anything that makes one) to the device without blocking the host: they are copied from
     pinned memory.
     """
@@ -68,7 +68,7 @@ def resolve_device(name: str) -> torch.device:
     """Return the device of this name; for "spread" the first one. `Target.device` is the device where the target's
     hidden states arrive.
     """
-    device = accelerator()
+    device = current_accelerator()
     if name == "cpu" or (name == "auto" and device is None):
         return torch.device("cpu")
     if device is None or (name == "cuda" and device.type != "cuda"):

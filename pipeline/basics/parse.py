@@ -9,6 +9,6 @@ from pipeline.basics.settings import Settings
 Kind = TypeVar("Kind", bound=Settings)
 
 
-def from_json(kind: type[Kind], raw: dict[str, Any]) -> Kind:
+def parse_settings(kind: type[Kind], raw: dict[str, Any]) -> Kind:
     """Parse what `to_json` gave. Raise ValueError for anything else, as a recipe would."""
     return TypeAdapter(kind).validate_python(raw)

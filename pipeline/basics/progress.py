@@ -20,7 +20,7 @@ IDLE = 60  # the same while nothing advances
 _place: Path | None = None  # file of this process's records
 
 
-def publish(run: Path, stage: str) -> None:
+def set_record_path(run: Path, stage: str) -> None:
     """Set the run's folder as the place of this process's progress records."""
     global _place
     _place = run / METRICS / f"{stage}.json"
@@ -49,9 +49,9 @@ class Event:
         if self.rate is not None:
             words.append(f"{self.rate:,.0f} {self.unit}/s" if self.rate >= 10 else f"{self.rate:.2g} {self.unit}/s")
         if self.left is not None:
-            words.append(f"about {duration(max(self.left - idle, 0))} left")
+            words.append(f"about {format_duration(max(self.left - idle, 0))} left")
         words += [f"{name} {value}" for name, value in self.figures.items()]
-        words += [f"nothing new for {duration(idle)}"] if idle >= IDLE else []
+        words += [f"nothing new for {format_duration(idle)}"] if idle >= IDLE else []
         return ", ".join(words)
 
     @property
@@ -65,7 +65,7 @@ def read_event(path: Path) -> Event | None:
     return Event(**json.loads(path.read_text())) if path.exists() else None
 
 
-def events(run: Path) -> dict[str, Event]:
+def read_events(run: Path) -> dict[str, Event]:
     """Load the last records of a run's stages, by stage."""
     paths = sorted((run / METRICS).glob("*.json"))
     return {path.stem: event for path in paths if (event := read_event(path))}
@@ -138,7 +138,7 @@ class Progress:
                 temporary.replace(_place)
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds for people: 40 s, 11 min, 3.5 h."""
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -154,7 +154,7 @@ class Screen:
         self._out, self._shown_time = out, time.time()
         self._bar: tqdm | None = None
 
-    def say(self, line: str) -> None:
+    def write_line(self, line: str) -> None:
         tqdm.write(line, file=self._out)
         self._out.flush()
 
@@ -167,7 +167,7 @@ class Screen:
             self._bar.set_description_str(line)
         elif now - self._shown_time >= (EVERY if event and event.time > self._shown_time else IDLE):
             self._shown_time = now
-            self.say(line)
+            self.write_line(line)
 
     def close(self) -> None:
         """Erase the progress line of a terminal."""

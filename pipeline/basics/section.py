@@ -47,9 +47,9 @@ class Affects:
     results: tuple[Result, ...] = ()
 
 
-Of = TypeVar("Of")
-Runtime = Annotated[Of, Affects()]  # a key of how the run is executed: it changes no result
-Measured = Annotated[Of, Affects(("figures",))]  # a key that changes the figures only
+Value = TypeVar("Value")
+Runtime = Annotated[Value, Affects()]  # a key of how the run is executed: it changes no result
+Measured = Annotated[Value, Affects(("figures",))]  # a key that changes the figures only
 
 
 class Section(BaseModel):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.basics.accelerator import sent
+from pipeline.basics.accelerator import to_device
 from pipeline.decoding.contract import Randomness
 from pipeline.decoding.tree import Tree
 
@@ -48,16 +48,16 @@ class Sampler:
 
     def choose(self, p_NV: Tensor, places: list[int]) -> Tensor:
         """Choose row n's token [N] with the random numbers of the answer's ``places[n]``-th token."""
-        return by_halving(p_NV, self._through(max(places))[places])
+        return draw_by_halving(p_NV, self._through(max(places))[places])
 
     def accept(self, probability: float) -> bool:
         return torch.rand((), generator=self._generator, dtype=torch.float64).item() < probability
 
     def draw_rows(self, q_WV: Tensor) -> Tensor:
-        return by_halving(q_WV, torch.rand(len(q_WV), HALVINGS, generator=self._generator, dtype=torch.float64))
+        return draw_by_halving(q_WV, torch.rand(len(q_WV), HALVINGS, generator=self._generator, dtype=torch.float64))
 
 
-def by_halving(p_NV: Tensor, u_NH: Tensor) -> Tensor:
+def draw_by_halving(p_NV: Tensor, u_NH: Tensor) -> Tensor:
     """Draw a token from each row [N], with its probability in the row: the vocabulary is halved until one token is
     left. Each halving uses its own random number, which selects the lower half with that half's share of the mass.
 
@@ -69,7 +69,7 @@ def by_halving(p_NV: Tensor, u_NH: Tensor) -> Tensor:
         max((vocabulary - 1).bit_length(), 1) // 2
     )  # halvings within blocks of ids; the masses of blocks are summed first, in one pass
     blocks_NBI = F.pad(p_NV, (0, -vocabulary % (1 << inner))).unflatten(1, (-1, 1 << inner))
-    u_NH = sent(u_NH, p_NV.device)
+    u_NH = to_device(u_NH, p_NV.device)
     block_N, used = _descend(blocks_NBI.sum(-1, dtype=torch.float64), u_NH)
     block_N = block_N.clamp_max(blocks_NBI.shape[1] - 1)  # a row without mass ends after the last one
     inside_NI = blocks_NBI[torch.arange(len(p_NV), device=p_NV.device), block_N].double()

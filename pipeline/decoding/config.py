@@ -147,5 +147,5 @@ class LoadedMethod:
         """Return the number of positions after the last token of an answer that its last round may need; a compiled
         target writes all of a tree's rows.
         """
-        deepest = self.draft.config.reach(self.tree)
+        deepest = self.draft.config.max_level(self.tree)
         return max(self.tree.nodes, deepest + 1) if compiled else deepest

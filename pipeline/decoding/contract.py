@@ -87,7 +87,7 @@ class Draws:
 
 
 @dataclass
-class Pool:
+class CandidatePool:
     """The candidates of one source below the root, parents before children."""
 
     tokens: list[int]  # target ids
@@ -104,7 +104,7 @@ class Pool:
 Timer = Callable[..., Any]  # timer(name, function, *arguments): the function's result; its seconds go to that name
 
 
-def untimed(_name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def call_untimed(_name: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call the function without measuring it, as a `Timer`."""
     return function(*arguments)
 
@@ -115,12 +115,12 @@ class TreeSupport(Protocol):
     def resolve(self, tree: TreeConfig) -> TreeConfig:
         """Return the tree with the draft's defaults filled in. Raise ValueError where the draft cannot grow it."""
 
-    def most(self, tree: TreeConfig) -> int:
+    def max_nodes(self, tree: TreeConfig) -> int:
         """Return the maximum number of nodes, the root included, that such a tree has candidates for, regardless of
         `tree.nodes`.
         """
 
-    def reach(self, tree: TreeConfig) -> int:
+    def max_level(self, tree: TreeConfig) -> int:
         """Return the deepest level that trees of these settings can have."""
 
     def levels_of(self, number: int) -> int:
@@ -128,7 +128,7 @@ class TreeSupport(Protocol):
         forward.
         """
 
-    def parallels(self, depth: int) -> list[int]:
+    def parallel_choices(self, depth: int) -> list[int]:
         """Return the allowed values of `tree.parallel` at this depth, the default first; none where no tree can be so
         deep.
         """
@@ -163,7 +163,7 @@ class Draft(Protocol):
         """Forward the frontier's nodes once; each sees its verified prefix, its ancestors and itself."""
 
     def propose(
-        self, state: Any, inputs: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = untimed
+        self, state: Any, inputs: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = call_untimed
     ) -> Tree:
         """Grow a tree below the last emitted token: a function of the text and the draft; drawn siblings also depend on
         `draws`.
@@ -178,7 +178,9 @@ class Source(Draft, Protocol):
     def packable(self) -> list[torch.nn.Module]:
         """Return the modules of decoding whose linear layers may be packed."""
 
-    def pool(self, state: Any, inputs: RoundInput, tree: TreeConfig, count: int, timer: Timer = untimed) -> Pool:
+    def pool(
+        self, state: Any, inputs: RoundInput, tree: TreeConfig, count: int, timer: Timer = call_untimed
+    ) -> CandidatePool:
         """Return its `count` best candidates for such a tree."""
 
     def accept_probability(self, depth: int, score: float) -> float:

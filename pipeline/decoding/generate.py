@@ -17,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from pipeline.basics.accelerator import now, sent
+from pipeline.basics.accelerator import synchronized_time, to_device
 from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.decoding.accept import Acceptance, Sampler, accept_best, accept_drawn
 from pipeline.decoding.config import LoadedMethod
@@ -83,12 +83,12 @@ class Sampling:
             return None
         tokens = [*prompt, *answer]
         if tree is None:
-            return sent([tokens], device)
+            return to_device([tokens], device)
         paths = [[tree.tokens[n] for n in tree.path_to(node)] for node in range(len(tree.tokens))]
         longest = max(tree.depths)
         rows = [path + [tokens[-1]] * (longest - len(path)) for path in paths]
-        prefix_NP = sent(tokens, device).expand(len(rows), -1)
-        return torch.cat([prefix_NP, sent(rows, device, torch.long).view(len(rows), longest)], dim=1)
+        prefix_NP = to_device(tokens, device).expand(len(rows), -1)
+        return torch.cat([prefix_NP, to_device(rows, device, torch.long).view(len(rows), longest)], dim=1)
 
     def trimmed(self, tokens: list[int], already: int) -> tuple[list[int], bool]:
         """Cut new tokens after the first stop id or at the limit; return them and whether decoding ends."""
@@ -137,7 +137,7 @@ class Stopwatch:
         self._begin = self.now()
 
     def now(self) -> float:
-        return now(self._device)
+        return synchronized_time(self._device)
 
     def total(self) -> float:
         return self.now() - self._begin
@@ -181,7 +181,7 @@ def prefill(target: TargetModel, prompt: list[int], room: int, layers: tuple[int
             "shorten the prompt or lower max_new_tokens"
         )
     cache = target.new_cache(len(prompt) + room)
-    states = target.forward(sent(prompt, target.device), cache, layers=layers)
+    states = target.forward(to_device(prompt, target.device), cache, layers=layers)
     logits_V = target.head(states.final_ND[-1])
     if not logits_V.isfinite().all():
         raise NoAnswer(
@@ -192,7 +192,7 @@ def prefill(target: TargetModel, prompt: list[int], room: int, layers: tuple[int
 
 
 @torch.inference_mode()
-def plain(
+def decode_plain(
     target: TargetModel,
     prompt: list[int],
     sampling: Sampling,
@@ -211,11 +211,11 @@ def plain(
         tokens += new
         if done:
             return Generation(tokens, watch.total(), depths=[0] * len(tokens))
-        logits_V = target.head(target.forward(sent(new, target.device), cache).final_ND[0])
+        logits_V = target.head(target.forward(to_device(new, target.device), cache).final_ND[0])
 
 
 @torch.inference_mode()
-def speculative(
+def decode_speculative(
     target: TargetModel,
     method: LoadedMethod,
     prompt: list[int],

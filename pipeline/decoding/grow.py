@@ -16,25 +16,25 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pipeline.basics.accelerator import sent
+from pipeline.basics.accelerator import to_device
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import TreeConfig, static_paths
 from pipeline.decoding.contract import (
+    CandidatePool,
     Draft,
     DraftOutput,
     DraftRequest,
     Draws,
     Frontier,
-    Pool,
     RoundInput,
     Timer,
-    untimed,
+    call_untimed,
 )
 from pipeline.decoding.tree import Tree, build_tree
 
 
 def grow(
-    draft: Draft, state: Any, inputs: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = untimed
+    draft: Draft, state: Any, inputs: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = call_untimed
 ) -> Tree:
     """Grow the draft's tree below the last emitted token.
 
@@ -60,7 +60,7 @@ class Grower:
         state: Any,
         inputs: RoundInput,
         tree: TreeConfig,
-        timer: Timer = untimed,
+        timer: Timer = call_untimed,
         prefix_A: Tensor | None = None,
     ):
         """Run the round's first forward. `prefix_A`: the verified inputs before each of the last A places of `inputs`;
@@ -95,14 +95,14 @@ class Grower:
         """Return (ranking scores, node scores) by the last forward's rows. `offset` up to 0: of its next token; n: n
         tokens further.
         """
-        return ranking(self.output, self.tree) if offset <= 0 else (ahead_scores(self.output, offset),) * 2
+        return rank_and_score(self.output, self.tree) if offset <= 0 else (ahead_scores(self.output, offset),) * 2
 
     # -- the protocol `Expander` ----------------------------------------------------------------------------------
 
     def children(self, rows_AW: Tensor | None, offset: int, count: int) -> tuple[Tensor, Tensor]:
         """Return the children as `Expander` defines; without `rows_AW` for all rows."""
         if (offset, count) not in self._children:
-            self._children[offset, count] = candidates(self.draft, *self.scores(offset), count)
+            self._children[offset, count] = best_candidates(self.draft, *self.scores(offset), count)
         tokens_and_scores = self._children[offset, count]
         if offset == 0 or rows_AW is None:  # of the last forward's own nodes: all its rows
             return tokens_and_scores[0].view(self.places, self.width, -1), tokens_and_scores[1].view(
@@ -122,7 +122,7 @@ class Grower:
         return rows_AW + self.width * torch.arange(self.places, device=self.device)[:, None]
 
 
-def ranking(output: DraftOutput, spec: TreeConfig) -> tuple[Tensor, Tensor]:
+def rank_and_score(output: DraftOutput, spec: TreeConfig) -> tuple[Tensor, Tensor]:
     """Return log-probabilities (W, U) of the next token: the ranking of candidates, and the scores of nodes. They are
     at most 0, though rounding could lift a mixture's above: a child must not outrank its parent.
     """
@@ -135,7 +135,7 @@ def ranking(output: DraftOutput, spec: TreeConfig) -> tuple[Tensor, Tensor]:
     return each_WKU.amax(1), mixed
 
 
-def candidates(draft: Draft, ranked_WU: Tensor, scored_WU: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def best_candidates(draft: Draft, ranked_WU: Tensor, scored_WU: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the `count` best tokens of each row, best first (W, k), as target ids, and their scores; no token
     twice.
     """
@@ -197,7 +197,7 @@ def dynamic_levels(expander: Expander, tree: TreeConfig, places: int, device: to
             rows_AW = expander.forward(tokens_AC.gather(1, order_AW), rows_AW, order_AW % children, depth)
 
 
-def best_pools(levels: Sequence[Level], count: int, broken: Tensor | None = None) -> tuple[list[Pool], bool]:
+def best_pools(levels: Sequence[Level], count: int, broken: Tensor | None = None) -> tuple[list[CandidatePool], bool]:
     """Return the best `count` of all candidates at each place, and whether `broken`. A child never outranks its parent,
     so the selected nodes are connected.
     """
@@ -217,15 +217,17 @@ def best_pools(levels: Sequence[Level], count: int, broken: Tensor | None = None
     return [_pool(*place) for place in zip(*columns, strict=True)], bool(failures[0][0])
 
 
-def _pool(numbers: list[float], tokens: list[float], parents: list[float], scores: list[float]) -> Pool:
+def _pool(numbers: list[float], tokens: list[float], parents: list[float], scores: list[float]) -> CandidatePool:
     present = [place for place, score in enumerate(scores) if score > -math.inf]
     places = {numbers[n]: place for place, n in enumerate(present, start=1)} | {-1: 0}
-    return Pool([int(tokens[n]) for n in present], [places[parents[n]] for n in present], [scores[n] for n in present])
+    return CandidatePool(
+        [int(tokens[n]) for n in present], [places[parents[n]] for n in present], [scores[n] for n in present]
+    )
 
 
 def best_pool(
-    draft: Draft, state: Any, inputs: RoundInput, tree: TreeConfig, count: int, timer: Timer = untimed
-) -> Pool:
+    draft: Draft, state: Any, inputs: RoundInput, tree: TreeConfig, count: int, timer: Timer = call_untimed
+) -> CandidatePool:
     """Return the best `count` candidates of a dynamic tree. Raise PipelineError where the draft's logits are not
     finite.
     """
@@ -233,11 +235,11 @@ def best_pool(
     levels = list(dynamic_levels(grower, tree, 1, grower.device))
     (pool,), failed = best_pools(levels, count, grower.broken)
     if failed:
-        raise not_finite(draft)
+        raise not_finite_error(draft)
     return pool
 
 
-def not_finite(draft: Draft) -> PipelineError:
+def not_finite_error(draft: Draft) -> PipelineError:
     return PipelineError(
         f"draft {draft.name!r}: its logits are not finite. Its weights are damaged or overflow in this dtype: use "
         "bfloat16 or float32 (eval.dtype; in training train.dtype), or train it again"
@@ -339,7 +341,7 @@ def _grow_static(grower: Grower, root: int, siblings: _Siblings | None) -> Tree:
     drawn_from = torch.cat(proposals_of).to("cpu", non_blocking=True) if siblings else None
     *numbers, failed = torch.cat([*tokens_of, grower.broken[None].long()]).tolist()  # the only wait for the device
     if failed:
-        raise not_finite(grower.draft)
+        raise not_finite_error(grower.draft)
     return _collect(root, paths, numbers, drawn_from, device)
 
 
@@ -347,7 +349,7 @@ def _best(grower: Grower, offset: int, count: int) -> Tensor:
     """Return the `count` best tokens of each row of the last forward (W, count), `offset` levels below its own
     candidates; -1 where the vocabulary has no more.
     """
-    tokens_WC = candidates(grower.draft, *grower.scores(offset), count)[0]
+    tokens_WC = best_candidates(grower.draft, *grower.scores(offset), count)[0]
     return torch.nn.functional.pad(tokens_WC, (0, count - tokens_WC.shape[1]), value=-1)
 
 
@@ -372,4 +374,4 @@ def _collect(
 @lru_cache(1024)
 def _index(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """Return the numbers on the device. A static tree's are the same in every round, so they are copied once."""
-    return sent(numbers, device, torch.long)
+    return to_device(numbers, device, torch.long)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from pipeline.decoding.accept import Acceptance, accept_best
 from pipeline.decoding.config import LoadedMethod, TreeConfig
-from pipeline.decoding.contract import Draft, Pool, RoundInput, States
-from pipeline.decoding.grow import Grower, Level, best_pools, dynamic_levels, not_finite
+from pipeline.decoding.contract import CandidatePool, Draft, RoundInput, States
+from pipeline.decoding.grow import Grower, Level, best_pools, dynamic_levels, not_finite_error
 from pipeline.decoding.sources import CHAIN, POOL, Sources
 
 ABSENT = 1 << 30
@@ -28,7 +28,7 @@ FORWARDED = 256  # nodes of one level that are forwarded together, over places
 
 
 @torch.inference_mode()
-def decoded(method: LoadedMethod, states: States, tokens: list[int], begin: int) -> Acceptance:
+def replay_decoding(method: LoadedMethod, states: States, tokens: list[int], begin: int) -> Acceptance:
     """Count what decoding would count with a tree of best candidates, from ``tokens[begin]``, the prompt's own token,
     to the last one. `states` are the target's along the text (at least of all tokens but the last).
     """
@@ -52,24 +52,24 @@ def largest_tree(depth: int, top_k: int, candidates: Any, parallel: int) -> Tree
 Counter = Callable[[TreeConfig], Acceptance]  # counts what decoding one text with a tree would count
 
 
-def counter(draft: Draft, states: States, tokens: list[int], begin: int, largest: TreeConfig) -> Counter:
+def make_counter(draft: Draft, states: States, tokens: list[int], begin: int, largest: TreeConfig) -> Counter:
     """Return the counter of one text of the target's own, from ``tokens[begin]``, for any of the draft's dynamic trees
     up to `largest`. `states` are the target's of all tokens.
     """
     if begin == len(tokens) - 1:
         return lambda tree: Acceptance()  # a text of one token has no round
     if isinstance(draft, Sources):
-        return _of_sources(draft, collect(draft.draft, states, tokens, begin, largest), tokens, begin)
+        return _of_sources(draft, record_replay(draft.draft, states, tokens, begin, largest), tokens, begin)
     if not draft.stepwise:
-        return lambda tree: decoded(LoadedMethod(draft, tree), states, tokens, begin)
-    return collect(draft, states, tokens, begin, largest).counter()
+        return lambda tree: replay_decoding(LoadedMethod(draft, tree), states, tokens, begin)
+    return record_replay(draft, states, tokens, begin, largest).counter()
 
 
-def counted(method: LoadedMethod, states: States, tokens: list[int], begin: int) -> Acceptance:
+def count_acceptance(method: LoadedMethod, states: States, tokens: list[int], begin: int) -> Acceptance:
     """Count as `decoded` does. A dynamic tree is grown at many places at a time, which is faster."""
     if method.tree.paths is not None:
-        return decoded(method, states, tokens, begin)
-    return counter(method.draft, states, tokens, begin, method.tree)(method.tree)
+        return replay_decoding(method, states, tokens, begin)
+    return make_counter(method.draft, states, tokens, begin, method.tree)(method.tree)
 
 
 @dataclass
@@ -102,7 +102,7 @@ class _Recorded:
 
 
 @dataclass
-class Walk:
+class Replay:
     """A replay of one text: the draft's forwards below each of its A places, and the tokens that the target continued
     with.
     """
@@ -112,7 +112,7 @@ class Walk:
 
     def counter(self) -> "Counter":
         ranks = cache(self.ranks)
-        return lambda tree: walk(ranks(replace(tree, nodes=tree.depth + 1)), tree.nodes)
+        return lambda tree: count_rounds(ranks(replace(tree, nodes=tree.depth + 1)), tree.nodes)
 
     def ranks(self, tree: TreeConfig) -> Tensor:
         """Return (A, depth): the ranks, among all candidates of such a tree, of those that the target continues with;
@@ -120,7 +120,7 @@ class Walk:
         """
         return _ranks(list(self._levels(tree)), self.following_AS)
 
-    def pools(self, tree: TreeConfig, count: int) -> list[Pool]:
+    def pools(self, tree: TreeConfig, count: int) -> list[CandidatePool]:
         """Return for each place the best `count` candidates of such a tree."""
         return best_pools(list(self._levels(tree)), count)[0]
 
@@ -144,7 +144,7 @@ def _ranks(levels: list[Level], following_AS: Tensor) -> Tensor:
     return torch.stack(out, dim=1).cummax(dim=1).values
 
 
-def _of_sources(sources: Sources, drafted: Walk, tokens: list[int], begin: int) -> Counter:
+def _of_sources(sources: Sources, drafted: Replay, tokens: list[int], begin: int) -> Counter:
     """Return the counter of several sources; `drafted` is the replay of the draft's proposals."""
     positions, state, deepest = range(begin, len(tokens) - 1), sources.open(), max(CHAIN, drafted.following_AS.shape[1])
     copied = [sources.copied(state, RoundInput(tokens[: position + 1], torch.zeros(0, 0, 1))) for position in positions]
@@ -157,11 +157,11 @@ def _of_sources(sources: Sources, drafted: Walk, tokens: list[int], begin: int) 
             out.append([*found_ranks, *[ABSENT] * (deepest - len(found_ranks))])
         return torch.tensor(out)
 
-    return lambda tree: walk(ranks(replace(tree, nodes=tree.depth + 1)), tree.nodes)
+    return lambda tree: count_rounds(ranks(replace(tree, nodes=tree.depth + 1)), tree.nodes)
 
 
 @torch.inference_mode()
-def collect(draft: Draft, states: States, tokens: list[int], begin: int, tree: TreeConfig) -> Walk:
+def record_replay(draft: Draft, states: States, tokens: list[int], begin: int, tree: TreeConfig) -> Replay:
     """Grow the largest tree, with `tree`'s kind of candidates, below every token from ``tokens[begin]`` to the last but
     one, as decoding does there: from the target's `states` (at least of all but the last two). `begin` is at least 1;
     the tree's depth, top_k and parallel are the maxima of later requests. Raise PipelineError where a logit is not
@@ -184,7 +184,7 @@ def collect(draft: Draft, states: States, tokens: list[int], begin: int, tree: T
         for parts in zip(*blocks, strict=True)
     ]
     padded = torch.tensor([*tokens, *[-1] * tree.depth])
-    return Walk(forwards, padded.unfold(0, tree.depth, 1)[begin + 1 : len(tokens)])
+    return Replay(forwards, padded.unfold(0, tree.depth, 1)[begin + 1 : len(tokens)])
 
 
 def _record(grower: Grower) -> list[_Forward]:
@@ -203,11 +203,11 @@ def _record(grower: Grower) -> list[_Forward]:
         if not draft.config.levels_of(depth):
             break
     if grower.broken:
-        raise not_finite(draft)
+        raise not_finite_error(draft)
     return out
 
 
-def walk(ranks_AS: Tensor, nodes: int) -> Acceptance:
+def count_rounds(ranks_AS: Tensor, nodes: int) -> Acceptance:
     """Count what decoding the text with a tree of this number of nodes would count: each round starts where the one
     before it ended.
     """

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import (
+    CandidatePool,
     DraftOutput,
     DraftRequest,
     Draws,
     Frontier,
-    Pool,
     RoundInput,
     Source,
     Timer,
     TreeSupport,
-    untimed,
+    call_untimed,
 )
 from pipeline.decoding.tree import Tree, build_tree
 from pipeline.lm.states import Needs
@@ -69,7 +69,7 @@ class Merged:
         return ranks
 
 
-def merge(pools: list[tuple[Pool, list[float]]]) -> Merged:
+def merge(pools: list[tuple[CandidatePool, list[float]]]) -> Merged:
     """Merge pools, given with their candidates' probabilities, by path.
 
     A node that several sources propose has probability 1 - (1 - a)(1 - b), as if they erred independently. No node is
@@ -118,22 +118,24 @@ class SharedTrees:
             raise ValueError(
                 "tree.paths: nodes of secondary sources have no ranks for a static tree: give depth, top_k and nodes"
             )
-        if tree.nodes > self.most(tree):
-            raise ValueError(f"nodes={tree.nodes}, but the sources propose at most {self.most(tree)} with the root")
-        resolved = self._draft.resolve(replace(tree, nodes=min(tree.nodes, self._draft.most(tree))))
+        if tree.nodes > self.max_nodes(tree):
+            raise ValueError(
+                f"nodes={tree.nodes}, but the sources propose at most {self.max_nodes(tree)} with the root"
+            )
+        resolved = self._draft.resolve(replace(tree, nodes=min(tree.nodes, self._draft.max_nodes(tree))))
         return replace(resolved, nodes=tree.nodes)
 
-    def most(self, tree: TreeConfig) -> int:
-        return min(self._draft.most(tree), 1 + POOL) + COPIED.nodes - 1
+    def max_nodes(self, tree: TreeConfig) -> int:
+        return min(self._draft.max_nodes(tree), 1 + POOL) + COPIED.nodes - 1
 
-    def reach(self, tree: TreeConfig) -> int:
-        return max(self._draft.reach(tree), min(CHAIN, tree.nodes - 1))
+    def max_level(self, tree: TreeConfig) -> int:
+        return max(self._draft.max_level(tree), min(CHAIN, tree.nodes - 1))
 
     def levels_of(self, number: int) -> int:
         return self._draft.levels_of(number)
 
-    def parallels(self, depth: int) -> list[int]:
-        return self._draft.parallels(depth)
+    def parallel_choices(self, depth: int) -> list[int]:
+        return self._draft.parallel_choices(depth)
 
 
 class Sources:
@@ -165,23 +167,23 @@ class Sources:
         return self.draft.step(state.draft, frontier, request)
 
     def propose(
-        self, state: _State, inputs: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = untimed
+        self, state: _State, inputs: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = call_untimed
     ) -> Tree:
         drafted = self.draft.pool(state.draft, inputs, tree, POOL, timer)
         merged = self.merged(drafted, self.copied(state, inputs))
         return merged.tree(inputs.tokens[-1], tree.nodes, inputs.states_TSD.device)
 
-    def copied(self, state: _State, inputs: RoundInput) -> dict[str, Pool]:
+    def copied(self, state: _State, inputs: RoundInput) -> dict[str, CandidatePool]:
         """Return the proposals of the secondary sources."""
         count = COPIED.nodes - 1
         return {
             name: source.pool(state.secondary[name], inputs, COPIED, count) for name, source in self.secondary.items()
         }
 
-    def merged(self, drafted: Pool, copied: dict[str, Pool]) -> Merged:
+    def merged(self, drafted: CandidatePool, copied: dict[str, CandidatePool]) -> Merged:
         pools = [(self.draft, drafted), *((self.secondary[name], pool) for name, pool in copied.items())]
         return merge([(pool, _probabilities(source, pool)) for source, pool in pools])
 
 
-def _probabilities(source: Source, pool: Pool) -> list[float]:
+def _probabilities(source: Source, pool: CandidatePool) -> list[float]:
     return [source.accept_probability(*candidate) for candidate in zip(pool.depths(), pool.scores, strict=True)]

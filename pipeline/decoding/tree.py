@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.basics.accelerator import sent
+from pipeline.basics.accelerator import to_device
 
 
 @dataclass
@@ -51,5 +51,5 @@ def build_tree(root: int, tokens: list[int], parents: list[int], device: torch.d
         row = rows[parents[node]].copy()
         row[node] = True
         rows.append(row)
-    all_of = sent([*rows, depths, tokens], device, torch.long)  # one copy to the device
+    all_of = to_device([*rows, depths, tokens], device, torch.long)  # one copy to the device
     return Tree(all_of[-1], all_of[-2], tokens, parents, depths, all_of[:-2].bool())

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from pipeline.basics.parse import from_json
+from pipeline.basics.parse import parse_settings
 from pipeline.decoding.contract import Source
 from pipeline.drafts import eagle, eagle3, gumiho, hydra, jakiro, small_model
 from pipeline.drafts.eagle import Eagle, EagleConfig
@@ -54,7 +54,7 @@ DRAFTS: dict[str, Kind] = {
 }
 
 
-def kind_of(settings: Any) -> str:
+def kind_key(settings: Any) -> str:
     """Return the key of `DRAFTS` for settings, given as a dictionary or as a `DraftConfig`."""
     kind, frame = (
         settings.get(key) if isinstance(settings, dict) else getattr(settings, key, None) for key in ("kind", "frame")
@@ -62,17 +62,17 @@ def kind_of(settings: Any) -> str:
     return str(kind) if frame is None else f"{kind} on {frame}"
 
 
-def settings_from(raw: dict[str, Any]) -> DraftConfig:
+def load_settings(raw: dict[str, Any]) -> DraftConfig:
     """Return a draft's settings from the dictionary that an artifact holds.
 
     Raises KeyError for a kind that this version does not know, and ValueError for invalid settings.
     """
-    return from_json(DRAFTS[kind_of(raw)].config, raw)
+    return parse_settings(DRAFTS[kind_key(raw)].config, raw)
 
 
 def make(config: DraftConfig, shapes: dict[str, Any]) -> Source:
     """Return a draft in the shapes of its target (`layers.shapes_of`); weights to be trained are not initialised."""
-    return DRAFTS[kind_of(config)].make(config, shapes)
+    return DRAFTS[kind_key(config)].make(config, shapes)
 
 
 def make_untrained(config: DraftConfig, shapes: dict[str, Any], tokenizer: Callable[[], Any]) -> Source:
@@ -93,9 +93,9 @@ def build(config: DraftConfig, shapes: dict[str, Any]) -> TrainedDraft:
     return draft
 
 
-def objective_of(config: DraftConfig) -> Objective:
+def make_objective(config: DraftConfig) -> Objective:
     """Return the training objective for a draft with these settings."""
-    return DRAFTS[kind_of(config)].objective(config)
+    return DRAFTS[kind_key(config)].objective(config)
 
 
 def parameter_count(draft: DraftModule) -> int:

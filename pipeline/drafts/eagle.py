@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.drafts.parts.base import DenseConfig, ScaledConfig
 from pipeline.drafts.parts.layers import AttentionBlock
-from pipeline.drafts.parts.names import IDS, Export, Form, Names, llama_config
+from pipeline.drafts.parts.names import DRAFT_TOKEN_IDS, Export, FileFormat, Names, llama_config
 from pipeline.drafts.parts.one_layer import Dense, OneLayer, OneLayerConfig
 
 
@@ -80,10 +80,10 @@ def engine_config(draft: EagleFrame, weights: dict[str, Tensor], export: Export)
 
 NAMES = Names(
     forms={
-        "vllm": Form(architecture="LlamaForCausalLM", lacks=NO_BIAS),
-        "sglang": Form(architecture="LlamaForCausalLMEagle", lacks={"window": ""}),
+        "vllm": FileFormat(architecture="LlamaForCausalLM", unsupported=NO_BIAS),
+        "sglang": FileFormat(architecture="LlamaForCausalLMEagle", unsupported={"window": ""}),
     },
     engine_config=engine_config,
     method={"method": "eagle"},
-    not_exported=(IDS,),  # engines guess with the target's full head
+    not_exported=(DRAFT_TOKEN_IDS,),  # engines guess with the target's full head
 )

@@ -21,7 +21,17 @@ from pipeline.basics.errors import PipelineError
 from pipeline.drafts.parts.base import DenseConfig, FusedConfig
 from pipeline.drafts.parts.layers import AttentionBlock, norm
 from pipeline.drafts.parts.losses import OwnHead, Term
-from pipeline.drafts.parts.names import AUXILIARY, GPT_OSS, IDS, UNSAID, Export, Facts, Form, Names, llama_config
+from pipeline.drafts.parts.names import (
+    AUXILIARY,
+    DRAFT_TOKEN_IDS,
+    GPT_OSS,
+    UNSET,
+    Export,
+    Facts,
+    FileFormat,
+    Names,
+    llama_config,
+)
 from pipeline.drafts.parts.one_layer import Dense, OneLayer, OneLayerConfig
 
 DECAY = 0.8  # factor of a loss's weight for each earlier forward pass or depth
@@ -164,7 +174,7 @@ def engine_config(
         raise PipelineError(
             f"auxiliary_layers={layers}: engines read the input of a layer, and none follows layer {layers[-1]}"
         )
-    if (ids := weights.pop(IDS, None)) is not None:
+    if (ids := weights.pop(DRAFT_TOKEN_IDS, None)) is not None:
         weights["d2t"] = ids - torch.arange(len(ids))
         weights["t2d"] = torch.zeros(draft.target_vocabulary, dtype=torch.bool).index_fill_(0, ids, True)
     layer = llama_config(draft, weights) | {"attention_bias": config.attention_bias}
@@ -211,7 +221,7 @@ def facts(draft: Eagle3Frame, config_json: dict[str, Any], tensors: Mapping[str,
     that have tensors are also recognised by these.
     """
     last, fused_layers = draft.shapes["target_layers"], list(draft.needs.auxiliary)
-    layers = config_json.get(AUXILIARY) or UNSAID
+    layers = config_json.get(AUXILIARY) or UNSET
     fc = tensors.get("fc.weight")
     fc_fits = fc is None or fc.shape[-1] == len(fused_layers) * draft.shapes["hidden_size"]
     if layers == [*fused_layers, last] and fc_fits:  # some files also list the last layer, which only training reads
@@ -231,17 +241,18 @@ def facts(draft: Eagle3Frame, config_json: dict[str, Any], tensors: Mapping[str,
     return layer_fact | {key: (bool(value), getattr(draft.config, key)) for key, value in stated.items()}
 
 
-NUMBERED_FORMAT = {"others": Form(_numbered_name)}  # only read, never written
-AUTHORS_FORMAT = Form(architecture="LlamaForCausalLMEagle3")
+NUMBERED_FORMAT = {"others": FileFormat(_numbered_name)}  # only read, never written
+AUTHORS_FORMAT = FileFormat(architecture="LlamaForCausalLMEagle3")
 NO_RESIDUAL = {"norm_before_residual": "SGLang adds the plain feature; train without, or use vllm"}
 NAMES = Names(
     forms={
         "vllm": AUTHORS_FORMAT,
-        "sglang": replace(AUTHORS_FORMAT, lacks=NO_RESIDUAL | {"norm_before_fc": ""} | UNSUPPORTED_LAYER_OPTIONS),
+        "sglang": replace(AUTHORS_FORMAT, unsupported=NO_RESIDUAL | {"norm_before_fc": ""} | UNSUPPORTED_LAYER_OPTIONS),
         "gguf": replace(
-            AUTHORS_FORMAT, lacks={"fc_norm": NO_EAGLE_3_1, "norm_output": NO_EAGLE_3_1} | UNSUPPORTED_LAYER_OPTIONS
+            AUTHORS_FORMAT,
+            unsupported={"fc_norm": NO_EAGLE_3_1, "norm_output": NO_EAGLE_3_1} | UNSUPPORTED_LAYER_OPTIONS,
         ),
-        "speculators": Form(_numbered_name, "Eagle3Speculator"),
+        "speculators": FileFormat(_numbered_name, "Eagle3Speculator"),
     },
     engine_config=engine_config,
     method={"method": "eagle3"},

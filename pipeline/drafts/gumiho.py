@@ -22,7 +22,7 @@ from pipeline.drafts.eagle import EagleFrame, EagleFrameConfig
 from pipeline.drafts.parts.base import DenseConfig
 from pipeline.drafts.parts.layers import AttentionBlock, ResBlock, norm
 from pipeline.drafts.parts.losses import Term, term_names
-from pipeline.drafts.parts.names import Form, Names
+from pipeline.drafts.parts.names import FileFormat, Names
 from pipeline.drafts.parts.one_layer import Dense, Heads
 
 if TYPE_CHECKING:
@@ -146,4 +146,4 @@ def _name_in_memory(name: str, _: Any) -> str:
     return re.sub(r"^mlp\.", "mlp.mlp.", _name_in_files(name, None))
 
 
-NAMES = Names({"files": Form(_name_in_files), "memory": Form(_name_in_memory)})
+NAMES = Names({"files": FileFormat(_name_in_files), "memory": FileFormat(_name_in_memory)})

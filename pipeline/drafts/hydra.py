@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from pipeline.basics.accelerator import sent
+from pipeline.basics.accelerator import to_device
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
 from pipeline.drafts.parts.base import DenseConfig, ScaledConfig
 from pipeline.drafts.parts.heads import HeadsConfig, HeadsDraft, make_lm_heads
 from pipeline.drafts.parts.heads import facts as facts_of_heads
 from pipeline.drafts.parts.layers import AttentionBlock, ResBlock, layer_config, norm, rotary, swiglu
-from pipeline.drafts.parts.names import Facts, Form, Names
-from pipeline.lm.attention import FULL, additive, behind, whole_texts
+from pipeline.drafts.parts.names import Facts, FileFormat, Names
+from pipeline.lm.attention import FULL, additive_mask, causal_mask, packed_masks
 from pipeline.lm.cache import TreeCache
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Hydra(HeadsDraft):
     def forward(self, batch: "Batch") -> tuple[list[Tensor], None]:
         mask, positions = None, torch.arange(batch.tokens_BT.shape[1], device=batch.tokens_BT.device)[None]
         if batch.begins_BT is not None:
-            mask, positions = whole_texts(batch.tokens_BT, batch.begins_BT, {FULL: None}, batch.hidden_BTD.dtype)
+            mask, positions = packed_masks(batch.tokens_BT, batch.begins_BT, {FULL: None}, batch.hidden_BTD.dtype)
         inputs = [self._summary(batch.hidden_BTD, positions, mask, None)]
         embedded = self._embedded(batch.tokens_BT, batch.hidden_BTD)
         features = []
@@ -127,12 +127,12 @@ class Hydra(HeadsDraft):
         f_TD, past, mask = inputs.states_TSD[:, 0], state.verified, None
         count, device = len(f_TD), f_TD.device
         if past and count > 1:
-            visible = behind(past, count, device)
-            mask = additive(visible, f_TD.dtype)[None, None]
+            visible = causal_mask(past, count, device)
+            mask = additive_mask(visible, f_TD.dtype)[None, None]
         positions = torch.arange(past, past + count, device=device)[None]
         summary_TD = self._summary(f_TD[None], positions, mask, state.cache)[0]
         state.verified = past + count
-        tokens_W = sent(inputs.tokens[-places:], device)
+        tokens_W = to_device(inputs.tokens[-places:], device)
         return self._output(torch.cat([summary_TD[-places:], self._embedded(tokens_W, f_TD)], dim=-1), 0)
 
     @torch.inference_mode()
@@ -170,7 +170,7 @@ def facts(draft: Hydra, config_json: dict[str, Any], tensors: Mapping[str, Tenso
 
 
 NAMES = Names(
-    {"hydra": Form(_hydra_name), "hydra++": Form(_hydra_plus_name)},
+    {"hydra": FileFormat(_hydra_name), "hydra++": FileFormat(_hydra_plus_name)},
     facts=facts,
-    unread=r"prefix_embeding_layer\.embed_tokens\.weight",  # not read by any Hydra
+    ignored_tensors=r"prefix_embeding_layer\.embed_tokens\.weight",  # not read by any Hydra
 )

@@ -27,7 +27,7 @@ from pipeline.drafts.eagle3 import NAMES as EAGLE3_NAMES
 from pipeline.drafts.eagle3 import NUMBERED_FORMAT, Eagle3Frame, TrainingTimeTestConfig
 from pipeline.drafts.parts.layers import swiglu
 from pipeline.drafts.parts.losses import Term
-from pipeline.drafts.parts.names import Form
+from pipeline.drafts.parts.names import FileFormat
 from pipeline.drafts.parts.objective import Objective
 from pipeline.drafts.parts.one_layer import Heads, OneLayer
 
@@ -222,7 +222,7 @@ class JakiroOnEagle3(Experts, Eagle3Frame):
 NO_QK_NORM = {"qk_norm": "the plug-in's drafts with experts have Llama's attention; train without"}
 PLUG_IN = "infra/vllm_jakiro"
 SETTINGS = {"experts_per_token": "num_experts_per_tok"}
-FORM = Form(architecture="EagleJakiroForCausalLM", lacks=NO_BIAS, plug_in=PLUG_IN)
+FORM = FileFormat(architecture="EagleJakiroForCausalLM", unsupported=NO_BIAS, plug_in=PLUG_IN)
 NAMES = replace(EAGLE_NAMES, forms={"vllm": FORM}, not_exported=(), settings=SETTINGS)
-FORM_ON_EAGLE3 = Form(architecture="JakiroForCausalLMEagle3", lacks=NO_QK_NORM, plug_in=PLUG_IN)
+FORM_ON_EAGLE3 = FileFormat(architecture="JakiroForCausalLMEagle3", unsupported=NO_QK_NORM, plug_in=PLUG_IN)
 NAMES_ON_EAGLE3 = replace(EAGLE3_NAMES, forms={"vllm": FORM_ON_EAGLE3} | NUMBERED_FORMAT, settings=SETTINGS)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import Draws, Pool, RoundInput
+from pipeline.decoding.contract import CandidatePool, Draws, RoundInput
 from pipeline.decoding.tree import Tree, build_tree
 from pipeline.drafts.parts.base import DraftConfig
 from pipeline.lm.states import Needs
@@ -127,13 +127,15 @@ class PromptLookup:
         pool = self.pool(state, inputs, tree, tree.nodes - 1)
         return build_tree(inputs.tokens[-1], pool.tokens, pool.parents, inputs.states_TSD.device)
 
-    def pool(self, state: SuffixIndex, inputs: RoundInput, tree: TreeConfig, count: int, timer: Any = None) -> Pool:
+    def pool(
+        self, state: SuffixIndex, inputs: RoundInput, tree: TreeConfig, count: int, timer: Any = None
+    ) -> CandidatePool:
         """Return candidates, whose score is the number of matching tokens before the continuation.
 
         A continuation that is not the first choice at some node scores LONGEST less, so that every first choice is
         ranked higher.
         """
-        pool = Pool([], [], [])
+        pool = CandidatePool([], [], [])
         children: list[dict[int, int]] = [{}]  # of each node: token -> its child
         for text, place, length in self._matches(state, inputs.tokens):
             above, first = 0, True
@@ -177,7 +179,7 @@ def corpus_sha256(path: str) -> str:
     return hashlib.sha256(_read_bytes(path)).hexdigest()
 
 
-def corpora_of(drafts: Iterable[DraftConfig]) -> tuple[str, ...]:
+def corpus_hashes(drafts: Iterable[DraftConfig]) -> tuple[str, ...]:
     """Return the SHA-256 of the drafts' corpora. Raises PipelineError for a corpus that cannot be read."""
     return tuple(corpus_sha256(draft.corpus) for draft in drafts if draft.corpus is not None)
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.basics.accelerator import sent
+from pipeline.basics.accelerator import to_device
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import DraftOutput
 from pipeline.drafts.parts.base import TrainedConfig
@@ -42,7 +42,7 @@ from pipeline.drafts.parts.losses import Term
 from pipeline.drafts.parts.module import TrainedDraft
 from pipeline.drafts.parts.objective import Objective
 from pipeline.drafts.parts.reads_text import TextDrafting, TextState
-from pipeline.lm.attention import behind, masks, whole_texts, windows
+from pipeline.lm.attention import attention_windows, causal_mask, layer_masks, packed_masks
 from pipeline.lm.cache import TreeCache
 from pipeline.lm.states import Needs
 
@@ -126,7 +126,7 @@ class RoutingState:
     first: Tensor  # whether the token is one of the first of its text
     turn: Tensor
     passed: Tensor  # number of skipped blocks
-    kept: list[Tensor] = field(default_factory=list)  # by block: 1 if it computes the token, with r's gradient
+    computed: list[Tensor] = field(default_factory=list)  # by block: 1 if it computes the token, with r's gradient
     calibrates: bool = False  # set each router to the static one during the forward
 
 
@@ -173,10 +173,10 @@ class RoutedBlock(nn.Module):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor, past_key_values: Any = None, **arguments: Any
     ) -> Tensor:
-        routing, draft = self._draft[0].walk, self._draft[0]
+        routing, draft = self._draft[0].routing, self._draft[0]
         score = self._score(draft, routing)
         keeps = score > 0
-        routing.kept.append(keeps + (p := score.sigmoid()) - p.detach())
+        routing.computed.append(keeps + (p := score.sigmoid()) - p.detach())
         if past_key_values is not None:
             out = self._compute_selected(hidden_states, attention_mask, past_key_values, keeps, arguments)
         else:
@@ -251,7 +251,7 @@ class Skipper(TextDrafting, TrainedDraft):
         self.shares = config.shares(shapes["target_layers"])
         between = [number for number, share in enumerate(self.shares) if 0 < share < 1]
         self.routers = nn.ModuleDict({str(number): Router() for number in between})
-        self.walk: RoutingState
+        self.routing: RoutingState
         self._decoder: list[Any] = []  # the target's decoder with routed blocks, and the original
 
     def open(self) -> TextState:
@@ -300,8 +300,8 @@ class Skipper(TextDrafting, TrainedDraft):
         shares, self.shares = self.shares, [0.0] * len(self.shares)
         try:
             want = decoder(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
-            complete, cache = self.through(tokens[None], None)[0], SkipCache()
-            blocks_called = len(self.walk.kept)
+            complete, cache = self.forward_texts(tokens[None], None)[0], SkipCache()
+            blocks_called = len(self.routing.computed)
             parts = torch.cat([self._read(part, cache, None, None) for part in tokens.split(5)])
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             self._decoder.clear()
@@ -316,7 +316,7 @@ class Skipper(TextDrafting, TrainedDraft):
     def _begin_forward(self, positions: Tensor, calibrates: bool = False) -> None:
         """Reset the routing state for tokens at these positions (B, T)."""
         none = torch.zeros(positions.shape, device=positions.device)
-        self.walk = RoutingState(
+        self.routing = RoutingState(
             torch.log2(1.0 + positions) / 16, positions < FIRST_TOKENS, none, none, calibrates=calibrates
         )
 
@@ -329,12 +329,14 @@ class Skipper(TextDrafting, TrainedDraft):
         begins = list(accumulate(map(len, texts), initial=0))
         begins_T = torch.cat([torch.full((len(text),), begin) for text, begin in zip(texts, begins, strict=False)])
         with torch.no_grad():
-            self.through(torch.tensor([[*chain(*texts)]], device=device), begins_T[None].to(device), calibrates=True)
+            self.forward_texts(
+                torch.tensor([[*chain(*texts)]], device=device), begins_T[None].to(device), calibrates=True
+            )
 
-    def through(self, tokens_BT: Tensor, begins_BT: Tensor | None, calibrates: bool = False) -> Tensor:
+    def forward_texts(self, tokens_BT: Tensor, begins_BT: Tensor | None, calibrates: bool = False) -> Tensor:
         """Return final hidden states (B, T, D) of complete texts."""
         decoder = self._routed_decoder()
-        mask, positions_BT = whole_texts(tokens_BT, begins_BT, windows(decoder.config), decoder.dtype)
+        mask, positions_BT = packed_masks(tokens_BT, begins_BT, attention_windows(decoder.config), decoder.dtype)
         self._begin_forward(positions_BT, calibrates)
         out = decoder(input_ids=tokens_BT, position_ids=positions_BT, attention_mask=mask, use_cache=False)
         return out.last_hidden_state
@@ -345,8 +347,8 @@ class Skipper(TextDrafting, TrainedDraft):
         The decoder reads t_i at i; its prediction of t_{i+2} is the state after t_{i+1}.
         """
         assert batch.before_BT is not None
-        hidden_BTD = self.through(batch.before_BT, batch.begins_BT).roll(-1, 1)  # a row's end is not trained
-        return [hidden_BTD], torch.stack(self.walk.kept, dim=-1).roll(-1, 1)
+        hidden_BTD = self.forward_texts(batch.before_BT, batch.begins_BT).roll(-1, 1)  # a row's end is not trained
+        return [hidden_BTD], torch.stack(self.routing.computed, dim=-1).roll(-1, 1)
 
     # -- decoding ---------------------------------------------------------------------------------------------------
 
@@ -355,13 +357,13 @@ class Skipper(TextDrafting, TrainedDraft):
         if positions_N is None:
             positions_N = torch.arange(past, past + count, device=tokens_N.device)
         if mask_NC is None:
-            mask_NC = behind(past, count, tokens_N.device)
+            mask_NC = causal_mask(past, count, tokens_N.device)
         decoder = self._routed_decoder()
         self._begin_forward(positions_N[None])
         out = decoder(
             input_ids=tokens_N[None],
             position_ids=positions_N[None],
-            attention_mask=masks(windows(decoder.config), mask_NC, positions_N, decoder.dtype),
+            attention_mask=layer_masks(attention_windows(decoder.config), mask_NC, positions_N, decoder.dtype),
             past_key_values=cache,
             use_cache=True,
         )
@@ -376,6 +378,6 @@ class SkipperObjective(Objective):
     def penalties(self, penalty_inputs: Tensor, batch: "Batch") -> list[Tensor]:
         """Return the squared difference of each block from its share, summed over blocks and dialogues."""
         sums_NL, positions_N = batch.sums_by_dialogue(penalty_inputs)
-        shares_L = 1 - sent(self.config.shares(penalty_inputs.shape[-1]), sums_NL.device)
+        shares_L = 1 - to_device(self.config.shares(penalty_inputs.shape[-1]), sums_NL.device)
         deviation_NL = sums_NL / positions_N[:, None].clamp_min(1) - shares_L
         return [(positions_N * deviation_NL.square().sum(-1)).sum()]

@@ -18,10 +18,10 @@ from pipeline.decoding.contract import DraftOutput
 from pipeline.drafts.parts.base import DraftConfig, Drafting, VocabularyConfig
 from pipeline.drafts.parts.losses import OwnHead, Term
 from pipeline.drafts.parts.module import TrainedDraft
-from pipeline.drafts.parts.names import NO_OWN_VOCABULARY, Export, Form, Names
+from pipeline.drafts.parts.names import NO_OWN_VOCABULARY, Export, FileFormat, Names
 from pipeline.drafts.parts.reads_text import TextDrafting
-from pipeline.lm.attention import FULL, GROUPED, whole_texts
-from pipeline.lm.embedding_head import known_tokens
+from pipeline.lm.attention import FULL, GROUPED, packed_masks
+from pipeline.lm.embedding_head import count_known_tokens
 from pipeline.lm.states import Needs
 from pipeline.lm.verifier import Verifier
 
@@ -114,7 +114,7 @@ class SmallLlama(TextDrafting, TrainedDraft):
         return self._reader[0]
 
     def forward(self, batch: "Batch") -> tuple[list[Tensor], None]:
-        mask, positions = whole_texts(batch.tokens_BT, batch.begins_BT, {FULL: None}, self.dtype)
+        mask, positions = packed_masks(batch.tokens_BT, batch.begins_BT, {FULL: None}, self.dtype)
         out = self.lm.model(input_ids=batch.tokens_BT, position_ids=positions, attention_mask=mask, use_cache=False)
         return [out.last_hidden_state], None
 
@@ -131,7 +131,7 @@ def engine_config(draft: SmallLlama, weights: dict[str, Tensor], export: Export)
 
 
 NAMES = Names(
-    {"vllm": Form(lambda name, _: name.removeprefix("lm."), "LlamaForCausalLM", NO_OWN_VOCABULARY)},
+    {"vllm": FileFormat(lambda name, _: name.removeprefix("lm."), "LlamaForCausalLM", NO_OWN_VOCABULARY)},
     engine_config=engine_config,
     method={"method": "draft_model"},
 )
@@ -170,7 +170,7 @@ class SmallModel(TextDrafting, Drafting):
         self.token_ids_U: Tensor | None = None
         self._reader: list[Verifier] = []
 
-    def read_by(self, reader: Verifier, tokenizer: Any, target_tokenizer: Any) -> None:
+    def attach_model(self, reader: Verifier, tokenizer: Any, target_tokenizer: Any) -> None:
         """Attach the model, given both tokenizers. Raises PipelineError if these differ."""
         differ = set(tokenizer.get_vocab().items()) ^ set(target_tokenizer.get_vocab().items())
         if differ:
@@ -180,7 +180,9 @@ class SmallModel(TextDrafting, Drafting):
                 f"in {len(differ)} tokens, the first is {token!r} ({number}). Name a model of the target's family"
             )
         self._reader = [reader]
-        size = min(reader.head.linear.out_features, known_tokens(target_tokenizer))  # either embedding may be padded
+        size = min(
+            reader.head.linear.out_features, count_known_tokens(target_tokenizer)
+        )  # either embedding may be padded
         if size < self.target_vocabulary:
             self.token_ids_U = torch.arange(size, device=reader.device)
 

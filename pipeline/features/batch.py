@@ -1,80 +1,16 @@
-"""Training batches, made of dialogues. This file has the project's only shift by one.
-
-Input i is the pair (f_i, t_{i+1}). A position is an input, from which something is predicted, and the place p of its
-label: f_p, and hence the distribution of t_{p+1}. Positions follow from the text alone, before any state exists. They
-come in groups; all losses of a group use the same positions. The groups of EAGLE and Medusa are horizons: the label of
-input i is f_{i+h}.
-"""
+"""Training batches, made of dialogues. This file and positions.py have the project's only shift by one."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.basics.accelerator import sent
-from pipeline.features.schema import Row, dequantise
-
-Group = int | str  # a horizon, or a name
-Seed = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Positions:
-    """M positions of one group; inputs and labels ascend. In a `Batch` both index its flattened (B, T) inputs: label
-    f_p has the number of input p - 1, since labels_BTD[i] = f_{i+1}.
-    """
-
-    inputs: Tensor  # [M], int64
-    labels: Tensor  # [M]
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-
-class ChoosesPositions(Protocol):
-    """The interface that a batch is built for; a draft's objective implements it."""
-
-    def positions(self, ids: np.ndarray, loss_mask: np.ndarray, seed: Seed = ()) -> dict[Group, Positions]:
-        """Return, by group, the positions of a dialogue of T tokens: inputs below T - 1, labels below T. They depend on
-        the text and the seed only. The seed differs by step and dialogue, and everything random is drawn from it, so
-        a resumed run and any number of ranks draw the same.
-        """
-
-
-@dataclass(frozen=True)
-class Horizons:
-    """Every trained input, for each horizon; nothing is random."""
-
-    horizons: Sequence[int]
-
-    def positions(self, ids: np.ndarray, loss_mask: np.ndarray, seed: Seed = ()) -> dict[Group, Positions]:
-        positions: dict[Group, Positions] = {}
-        for horizon in self.horizons:
-            inputs = torch.from_numpy(trained(loss_mask, horizon).nonzero()[0])
-            positions[horizon] = Positions(inputs, inputs + horizon)
-        return positions
-
-
-def trained(loss_mask: np.ndarray, horizon: int) -> np.ndarray:
-    """Return a mask, bool [T-1], of the inputs i = 0 .. T-2 that have a loss at `horizon`: those whose t_{i+1+h} exists
-    and was written by the assistant.
-    """
-    inputs = len(loss_mask) - 1
-    out = np.zeros(inputs, dtype=bool)
-    out[: max(inputs - horizon, 0)] = loss_mask[1 + horizon :]
-    return out
-
-
-def counts(dialogues: Sequence[dict[Group, Positions]]) -> dict[Group, int]:
-    """Return the number of positions of each group in these dialogues: the totals of a global batch."""
-    out: dict[Group, int] = {}
-    for groups in dialogues:
-        for group, positions in groups.items():
-            out[group] = out.get(group, 0) + len(positions)
-    return out
+from pipeline.basics.accelerator import to_device
+from pipeline.features.positions import Group, PositionChooser, Positions
+from pipeline.features.schema import TextRow, dequantise
 
 
 @dataclass(frozen=True)
@@ -91,7 +27,7 @@ class Noise:
     half_width: float
     seed: tuple[int, ...]
 
-    def drawn(self, width: int, device: torch.device) -> Tensor:
+    def draw(self, width: int, device: torch.device) -> Tensor:
         """Return the noise, float32 [inputs, width]."""
         shape = self.inputs, width
         if device.type == "cpu":
@@ -105,7 +41,7 @@ class Noise:
     def add_to(self, hidden_BTD: Tensor) -> None:
         """Add the noise in place to float32 states."""
         part_TD = hidden_BTD[self.row, self.first : self.first + self.inputs]
-        part_TD += self.drawn(part_TD.shape[1], part_TD.device)
+        part_TD += self.draw(part_TD.shape[1], part_TD.device)
 
 
 @dataclass(frozen=True)
@@ -114,8 +50,8 @@ class LossRows:
 
     labels: Tensor  # the labels of all groups [M], ascending
     inputs: dict[Group, Tensor]  # by group: its inputs
-    among: dict[Group, Tensor]  # by group: the indices of its labels in `labels`
-    ends: dict[Group, list[int]]  # by group: the number of its labels before each chunk, and before the end
+    label_indices: dict[Group, Tensor]  # by group: the indices of its labels in `labels`
+    chunk_ends: dict[Group, list[int]]  # by group: the number of its labels before each chunk, and before the end
 
 
 @dataclass
@@ -155,7 +91,7 @@ class Batch:
             noise.add_to(batch.hidden_BTD)
         return batch._map(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
-    def pinned(self) -> "Batch":
+    def pin_memory(self) -> "Batch":
         """Return the batch in page-locked memory, from which `to` copies to a GPU without blocking."""
         return self._map(Tensor.pin_memory)
 
@@ -185,7 +121,7 @@ class Batch:
         firsts = torch.arange(0, len(labels) + chunk, chunk)
         chunk_ends = {group: torch.searchsorted(numbers, firsts).tolist() for group, numbers in label_indices.items()}
         tensors = [labels, *inputs.values(), *label_indices.values()]
-        labels_M, *parts = sent(torch.cat(tensors), self.labels_BTD.device).split([len(part) for part in tensors])
+        labels_M, *parts = to_device(torch.cat(tensors), self.labels_BTD.device).split([len(part) for part in tensors])
         input_parts, label_parts = parts[: len(inputs)], parts[len(inputs) :]
         return LossRows(
             labels_M,
@@ -198,7 +134,7 @@ class Batch:
         """Return the sums over each dialogue's inputs that predict the next token (N, E), and the number of these
         inputs (N). A dialogue is numbered by its first input, below B T.
         """
-        inputs_M = sent(self.positions[1].inputs, values_BTE.device)
+        inputs_M = to_device(self.positions[1].inputs, values_BTE.device)
         size, width = self.tokens_BT.numel(), self.tokens_BT.shape[1]
         of_M = inputs_M - inputs_M % width
         if self.begins_BT is not None:
@@ -207,7 +143,7 @@ class Batch:
         sums_NE = sums_NE.index_add(0, of_M, values_BTE.flatten(0, 1).index_select(0, inputs_M))
         return sums_NE, values_BTE.new_zeros(size).index_add(0, of_M, values_BTE.new_ones(len(of_M)))
 
-    def emptied(self) -> "Batch":
+    def empty_copy(self) -> "Batch":
         """Return a batch of the same shape without content: its losses and gradients are 0."""
         empty = self._map(lambda x: torch.zeros_like(x) if x.is_floating_point() else x)
         none = torch.zeros(0, dtype=torch.long)
@@ -215,7 +151,7 @@ class Batch:
 
 
 def collate(
-    rows: Sequence[Row], objective: ChoosesPositions, totals: dict[Group, int], auxiliary: Sequence[int] = ()
+    rows: Sequence[TextRow], objective: PositionChooser, totals: dict[Group, int], auxiliary: Sequence[int] = ()
 ) -> Batch:
     """Return a batch of one dialogue a row."""
     positions = (objective.positions(row.input_ids, row.loss_mask) for row in rows)
@@ -223,7 +159,7 @@ def collate(
 
 
 def collate_packed(
-    packed: list[list[Row]],
+    packed: list[list[TextRow]],
     positions: Iterator[dict[Group, Positions]],
     totals: dict[Group, int],
     auxiliary: Sequence[int] = (),

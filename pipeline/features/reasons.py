@@ -1,6 +1,6 @@
 """The reasons for which dialogues are not trained on: their names in accounts and `rejected.jsonl`, and in words."""
 
-WORDS = {
+DESCRIPTIONS = {
     # of a record
     "malformed": "a record or a turn in no known form",
     "no_exchange": "no question with an answer",
@@ -50,7 +50,9 @@ _KEY_WORDS = "a turn's key of this name may select what is trained, in a way tha
 
 
 def _description(reason: str) -> str | None:
-    return WORDS.get(reason) or (_KEY_WORDS if reason.startswith(UNKNOWN_KEY) and reason.isidentifier() else None)
+    return DESCRIPTIONS.get(reason) or (
+        _KEY_WORDS if reason.startswith(UNKNOWN_KEY) and reason.isidentifier() else None
+    )
 
 
 def describe_reasons(counts: dict[str, int]) -> str:

@@ -107,7 +107,7 @@ class Accounting(BaseModel):
 
 
 @dataclass(frozen=True)
-class Row:
+class TextRow:
     """One dialogue: T tokens, their assistant mask, and the hidden states of all T positions."""
 
     doc_id: str
@@ -226,7 +226,7 @@ def require_readable(got: FeatureSpec, expected: FeatureSpec, where: object) -> 
     require_same(got, replace(expected, auxiliary_layers=got.auxiliary_layers) if holds_all else expected, where)
 
 
-def another_engine(got: FeatureSpec, expected: FeatureSpec) -> str | None:
+def describe_engine_change(got: FeatureSpec, expected: FeatureSpec) -> str | None:
     """Return a message if the states were computed by an engine other than the expected one; None if it is the same."""
     computed_by, this_engine = ((spec.engine, spec.engine_version) for spec in (got, expected))
     unknown = computed_by[0] == this_engine[0] and "" in (
@@ -253,7 +253,7 @@ def stored_columns(states: list[torch.Tensor], stored_dtype: str) -> list[torch.
     return columns
 
 
-def stored(row: Row, number: int, spec: FeatureSpec) -> StoredRow:
+def to_stored_row(row: TextRow, number: int, spec: FeatureSpec) -> StoredRow:
     """Return a dialogue in memory as the shard of this spec holds it, for row `number` of its table."""
     states = [row.hidden_TD] + ([] if row.auxiliary_TKD is None else [row.auxiliary_TKD])
     assert all(state.dtype == row_dtype(spec.stored_dtype) for state in states), row.doc_id
@@ -279,7 +279,7 @@ def to_record_batch(row: StoredRow, spec: FeatureSpec) -> pa.RecordBatch:
 
 def from_record_batch(
     batch: pa.RecordBatch, spec: FeatureSpec, text: tuple[str, np.ndarray, np.ndarray], decode: bool = True
-) -> Row:
+) -> TextRow:
     """Return the dialogue `text` (id, tokens, mask) with its states: zero-copy views into the batch's (memory-mapped)
     buffers. With `decode`, FP8 is decoded; without it, the caller decodes it with the row's scales.
     """
@@ -300,10 +300,10 @@ def from_record_batch(
     if spec.auxiliary:
         auxiliary_TKD = states("auxiliary", "auxiliary_scale", (-1, spec.auxiliary, spec.hidden_size))
     scales_TS = None if decode or not scales_of else torch.cat(scales_of, dim=1)
-    return Row(*text, hidden_TD=hidden_TD, auxiliary_TKD=auxiliary_TKD, scales_TS=scales_TS)
+    return TextRow(*text, hidden_TD=hidden_TD, auxiliary_TKD=auxiliary_TKD, scales_TS=scales_TS)
 
 
-def select_layers(row: Row, spec: FeatureSpec, required: FeatureSpec) -> Row:
+def select_layers(row: TextRow, spec: FeatureSpec, required: FeatureSpec) -> TextRow:
     """Return a row of `spec` bit for bit as a dump of `wanted`, which has some of its auxiliary layers, holds it."""
     if required.auxiliary_layers == spec.auxiliary_layers:
         return row

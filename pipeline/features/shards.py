@@ -17,25 +17,25 @@ import pyarrow as pa
 from pydantic import StrictBool, TypeAdapter, ValidationError, with_config
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import Digest, difference, read_sealed, sha256, write_sealed
+from pipeline.basics.files import Digest, describe_difference, read_sealed, sha256, write_sealed
 from pipeline.features.schema import (
     VERSION,
     Accounting,
     Count,
     FeatureSpec,
-    Row,
     StoredRow,
+    TextRow,
     arrow_schema,
     from_record_batch,
     read_spec,
     require_readable,
     require_same,
     select_layers,
-    stored,
     to_record_batch,
+    to_stored_row,
 )
 from pipeline.features.text import REMEDY, TextRecord, TextTable, arrow_file, write_text_table
-from pipeline.lm.fingerprint import known_sha256
+from pipeline.lm.fingerprint import cached_sha256
 
 MANIFEST = "manifest.json"
 HELDOUT_PROMPTS = "heldout_prompts.jsonl"  # first questions of held-out dialogues, for evaluation
@@ -76,7 +76,7 @@ class ShardRecord:
 Record = ShardRecord | TextRecord  # the manifest's record of a file
 
 
-def kind_of(record: Record) -> str:
+def file_kind(record: Record) -> str:
     """Return the name of the file's kind for messages."""
     return "feature shard" if isinstance(record, ShardRecord) else "text table"
 
@@ -153,7 +153,7 @@ class Manifest:
         """The records of all tables and shards."""
         return [record for _, _, record in self._named()]
 
-    def lasting(self, keep: str) -> list[Record]:
+    def permanent_files(self, keep: str) -> list[Record]:
         """Return the files that stay on disk. With `keep` = "window" (`features.keep`), training's shards do not."""
         temporary = {record.name for shard in self.of("train") for record in shard.files} if keep == "window" else set()
         return [record for record in self.files if record.name not in temporary]
@@ -175,7 +175,7 @@ class Manifest:
         parts = [record.text for record in self.of(name) if record.text is not None]
         return [self.text[name]] if name in self.text else parts
 
-    def lacks(self, name: str) -> int:
+    def missing_rows(self, name: str) -> int:
         """Return the number of rows of a set's table that no shard holds: their shards were made while a training read
         them, and were deleted.
         """
@@ -223,7 +223,7 @@ def write_shard(
 
 
 def write_features(
-    folder: Path, spec: FeatureSpec, sets: dict[str, list[list[Row]]], answers_hash: str = ""
+    folder: Path, spec: FeatureSpec, sets: dict[str, list[list[TextRow]]], answers_hash: str = ""
 ) -> Manifest:
     """Write a complete feature folder from dialogues in memory and return its manifest. `sets` has, by set, the rows of
     each shard.
@@ -235,7 +235,7 @@ def write_features(
             rows = [row for shard in shards for row in shard]
             manifest.text[name] = write_text_table(folder / text_name(name), rows, spec)
         for index, rows in enumerate(shards):
-            numbered = (stored(row, first + place, spec) for place, row in enumerate(rows))
+            numbered = (to_stored_row(row, first + place, spec) for place, row in enumerate(rows))
             record = write_shard(folder, name, index, spec, numbered, {})
             if name in SPLITS:
                 first += len(rows)
@@ -247,33 +247,33 @@ def write_features(
     return manifest
 
 
-def damage(folder: Path, record: Record, digest: Digest | None = sha256) -> str | None:
+def find_damage(folder: Path, record: Record, digest: Digest | None = sha256) -> str | None:
     """Return how the file on disk differs from the manifest's record, or None if it does not. Without a `digest` the
     file is not read.
     """
-    return difference(folder / record.name, record.sha256, record.bytes, digest=digest)
+    return describe_difference(folder / record.name, record.sha256, record.bytes, digest=digest)
 
 
-def damages(folder: Path, records: Sequence[Record], anew: bool = False) -> Iterator[str | None]:
+def find_all_damage(folder: Path, records: Sequence[Record], anew: bool = False) -> Iterator[str | None]:
     """Yield the damage of each file. A file that this machine has read before is not read again while its size and
     times are the same. Only `anew` finds damage that leaves size and times unchanged.
     """
-    digest = partial(known_sha256, anew=anew, quiet=True)
+    digest = partial(cached_sha256, recompute=anew, quiet=True)
     with ThreadPoolExecutor(THREADS) as threads:
-        yield from threads.map(lambda record: damage(folder, record, digest), records)
+        yield from threads.map(lambda record: find_damage(folder, record, digest), records)
 
 
-def prompts_damage(folder: Path, manifest: Manifest) -> str | None:
+def find_prompts_damage(folder: Path, manifest: Manifest) -> str | None:
     """Return how the held-out prompts on disk differ from those of a finished dump, or None if they do not."""
-    return difference(folder / HELDOUT_PROMPTS, manifest.prompts_sha256, None)
+    return describe_difference(folder / HELDOUT_PROMPTS, manifest.prompts_sha256, None)
 
 
 def open_shard(folder: Path, record: ShardRecord, spec: FeatureSpec) -> pa.ipc.RecordBatchFileReader:
     """Return the shard, memory-mapped, after checks of size, structure and origin. Raises PipelineError."""
     path = folder / record.name
-    if reason := damage(folder, record, digest=None):
+    if reason := find_damage(folder, record, digest=None):
         raise PipelineError(
-            f"{kind_of(record)} {path}: {reason}. To dump it again: jakiro verify {folder} --recipe RECIPE --repair"
+            f"{file_kind(record)} {path}: {reason}. To dump it again: jakiro verify {folder} --recipe RECIPE --repair"
         )
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
@@ -292,7 +292,7 @@ class FeatureStore:
     A dialogue is usable if a shard has its row. The manifest lists the rejected ones, so no shard is opened for this.
     """
 
-    waited = 0.0  # seconds that trainings in this process waited for batches of this store
+    seconds_waited = 0.0  # seconds that trainings in this process waited for batches of this store
 
     def __init__(self, folder: Path, split: str, expected: FeatureSpec):
         """Open the table and every shard, and check size, structure and origin (not checksums: see `damages`).
@@ -324,10 +324,10 @@ class FeatureStore:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def row(self, index: int, decode: bool = True) -> Row:
+    def row(self, index: int, decode: bool = True) -> TextRow:
         shard = int(np.searchsorted(self._starts, index, side="right")) - 1
         batch = self._reader(shard).get_batch(index - int(self._starts[shard]))
-        if fault := row_fault(batch, self.texts, index, self._parts[shard]):
+        if fault := find_row_fault(batch, self.texts, index, self._parts[shard]):
             raise PipelineError(f"feature shard {self.records[shard].name}: {fault}. {REMEDY}")
         text = self.texts.doc_id(index), self.texts.ids(index), self.texts.mask(index)
         return select_layers(from_record_batch(batch, self.stored, text, decode), self.stored, self.spec)
@@ -341,7 +341,7 @@ def part_starts(records: list[ShardRecord]) -> list[int]:
     return [0, *accumulate(rows)][: len(records)]
 
 
-def row_fault(batch: pa.RecordBatch, texts: TextTable, number: int, part: int) -> str | None:
+def find_row_fault(batch: pa.RecordBatch, texts: TextTable, number: int, part: int) -> str | None:
     """Return the reason why `batch` does not hold the states of the set's text `number`, or None if it does."""
     row, states, tokens = batch.column("row")[0].as_py() + part, len(batch.column("hidden")[0]), len(texts.ids(number))
     if row != texts.rows_N[number]:

@@ -28,7 +28,7 @@ class SourceIdentity:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class GenerationPrompt:
     """A text to continue, and the seed of its answer's random numbers, which depend only on the seed."""
 
     tokens: list[int]
@@ -65,7 +65,7 @@ class FeatureSource(Protocol):
 
     def answers(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[GenerationPrompt],
         sampling: Sampling,
         capture: bool = False,
         alive: Callable[[], None] = lambda: None,

@@ -12,7 +12,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import atomic_path, sha256, unsealed
+from pipeline.basics.files import atomic_path, parse_sealed, sha256
 from pipeline.features.shards import MANIFEST, UNREADABLE, Manifest
 
 
@@ -81,7 +81,7 @@ class Store:
 
     def manifest(self) -> Manifest:
         content, where = self.read(MANIFEST), f"{self.name}/{MANIFEST}"
-        return Manifest.parse(unsealed(content, where, UNREADABLE), where)
+        return Manifest.parse(parse_sealed(content, where, UNREADABLE), where)
 
     def _unreadable(self, name: str, error: OSError) -> PipelineError:
         if not self._missing(name):

@@ -56,10 +56,10 @@ def text_batch(texts: Iterable[Any], spec: FeatureSpec) -> pa.RecordBatch:
 def write_text_table(path: Path, texts: Iterable[Any], spec: FeatureSpec) -> TextRecord:
     with arrow_file(path, text_schema(spec)) as file:
         file.write_batch(text_batch(texts, spec))
-    return record_of(path)
+    return make_record(path)
 
 
-def record_of(path: Path) -> TextRecord:
+def make_record(path: Path) -> TextRecord:
     """Return the manifest's record of a table that was just written, reading it once while the page cache holds it."""
     with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
         rows = sum(reader.get_batch(number).num_rows for number in range(reader.num_record_batches))
@@ -117,7 +117,7 @@ class TextTable:
         return pc.list_value_length(self._table.column("input_ids")).to_numpy()[self.rows_N]
 
 
-def some_texts(texts: TextTable, tokens: int = SOME_TOKENS) -> list[list[int]]:
+def first_texts(texts: TextTable, tokens: int = SOME_TOKENS) -> list[list[int]]:
     """Return the first dialogues, cut to `tokens` tokens in total, for a draft's `start_from_target`."""
     dialogues: list[list[int]] = []
     for number in range(len(texts)):

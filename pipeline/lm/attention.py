@@ -37,7 +37,7 @@ _REASONS = {
 }
 
 
-def windows(text: Any) -> dict[str, int | None]:
+def attention_windows(text: Any) -> dict[str, int | None]:
     """Return layer kind -> number of tokens of its path that a token sees there, itself included (None: all), for every
     kind that a text configuration names.
     """
@@ -53,7 +53,7 @@ def require_tree_attention(full: Any, name: str) -> None:
     weights.
     """
     text = full.get_text_config()
-    kinds = windows(text)
+    kinds = attention_windows(text)
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(full), None)
     for kind in kinds:
         if kind not in (FULL, SLIDING):
@@ -84,7 +84,7 @@ def _refuse(name: str, feature: str, reason: str) -> None:
     )
 
 
-def most_positions(text: Any) -> int:
+def max_positions(text: Any) -> int:
     """Return the maximum number of tokens of a sequence. "longrope" rotates all positions differently once the longest
     exceeds the original ones: a tree across that border would not get plain decoding's states, so the border is the
     maximum.
@@ -94,7 +94,7 @@ def most_positions(text: Any) -> int:
     return min(border or text.max_position_embeddings, text.max_position_embeddings)
 
 
-def use_masks(model: PreTrainedModel) -> None:
+def use_masked_attention(model: PreTrainedModel) -> None:
     """Switch to attention that applies the given masks, where the configuration asks for one that ignores them (flash
     attention): SDPA, on an accelerator `grouped`.
     """
@@ -117,7 +117,7 @@ def _avoid_cudnn_backward(key: Tensor, mask: Tensor | None) -> AbstractContextMa
     return sdpa_kernel(WITHOUT_CUDNN) if unsound else nullcontext()
 
 
-def grouped(
+def grouped_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Compute attention as transformers' SDPA does, except that a masked forward on an accelerator reads the keys and
@@ -137,11 +137,11 @@ def grouped(
     return output_rows.unflatten(2, (groups, -1)).flatten(1, 2).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(GROUPED, grouped)
+AttentionInterface.register(GROUPED, grouped_attention)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
-def behind(past: int, count: int, device: torch.device, window: int | None = None) -> Tensor:
+def causal_mask(past: int, count: int, device: torch.device, window: int | None = None) -> Tensor:
     """Return the causal mask of `count` new tokens after `past` cached ones: bool (count, past + count); with a
     `window` each token sees the last `window` ones, itself included.
     """
@@ -149,14 +149,14 @@ def behind(past: int, count: int, device: torch.device, window: int | None = Non
     return visible if window is None else visible.triu(past - window + 1)
 
 
-def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a mask of 0 where visible, and of the most negative number elsewhere: every attention implementation
     accepts it.
     """
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
-def masks(
+def layer_masks(
     kinds: dict[str, int | None],
     visible_NC: Tensor,
     positions_N: Tensor,
@@ -174,7 +174,7 @@ def masks(
     by_kind = {}
     for kind, window in kinds.items():
         visible = visible_NC if window is None else visible_NC & (distance_NC < window)
-        by_kind[kind] = additive(visible if shape is None else _pad_mask(visible, *shape), dtype)[None, None]
+        by_kind[kind] = additive_mask(visible if shape is None else _pad_mask(visible, *shape), dtype)[None, None]
     return by_kind if len(by_kind) > 1 else by_kind.popitem()[1]
 
 
@@ -226,7 +226,7 @@ def require_tree(target: "Verifier", name: str) -> None:
         )
 
 
-def whole_texts(
+def packed_masks(
     tokens_BT: Tensor, begins_BT: Tensor | None, kinds: dict[str, int | None], dtype: torch.dtype
 ) -> tuple[Any, Tensor]:
     """Build the additive masks (B, 1, T, T), by kind of `attention.windows` where there are several, and the positions
@@ -239,5 +239,5 @@ def whole_texts(
     by_kind = {}
     for kind, window in kinds.items():
         near_TT = (distance_TT >= 0) & (distance_TT < (window or len(places) + 1))
-        by_kind[kind] = additive(same_BTT & near_TT, dtype)[:, None]
+        by_kind[kind] = additive_mask(same_BTT & near_TT, dtype)[:, None]
     return (by_kind if len(by_kind) > 1 else by_kind.popitem()[1]), places - begins

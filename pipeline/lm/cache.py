@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 
-from pipeline.basics.accelerator import sent
+from pipeline.basics.accelerator import to_device
 
 FIRST_CAPACITY = 256  # tokens, where the expected number is unknown; a buffer doubles when it is full
 
@@ -106,6 +106,6 @@ class TreeCache(Cache):
         for layer in self.layers:
             device = layer.keys.device if layer.is_initialized else None
             if device and not contiguous and device not in moved:
-                moved[device] = sent(path, device)
+                moved[device] = to_device(path, device)
             layer.keep(prefix, moved.get(device), len(path))
         self.length = prefix + len(path)

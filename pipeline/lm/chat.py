@@ -261,7 +261,7 @@ def _as_written(before: str, through: str, message: dict[str, Any]) -> str:
     if OPEN in answer or CLOSE in answer:
         return through
     blank = "" if not gap or answer[:1].isspace() else "\n\n"
-    return before + thoughts_of(message) + gap + CLOSE + blank + answer
+    return before + extract_thoughts(message) + gap + CLOSE + blank + answer
 
 
 def _extend(renderings: list[_Rendering], before: str, through: _Rendering) -> list[_Rendering]:
@@ -305,12 +305,12 @@ def _characters(tokens: int | None) -> int:
     return PER_TOKEN * ((tokens or 0) + MARGIN)
 
 
-def written(tokenizer: Any, messages: Messages, tools: list[dict] | None) -> str:
+def render_written(tokenizer: Any, messages: Messages, tools: list[dict] | None) -> str:
     """Return the text up to the end of the last turn, an answer, with the thoughts that the target is shown to begin
     with.
     """
     through = render(tokenizer, messages, False, tools)
-    if thoughts_of(messages[-1]) in through or not thinking(tokenizer):
+    if extract_thoughts(messages[-1]) in through or not is_thinking(tokenizer):
         return through
     return _as_written(render(tokenizer, messages[:-1], True, tools), through, messages[-1])
 
@@ -318,7 +318,7 @@ def written(tokenizer: Any, messages: Messages, tools: list[dict] | None) -> str
 # -- thoughts -----------------------------------------------------------------------------------------------------
 
 
-def thinking(tokenizer: Any) -> bool | None:
+def is_thinking(tokenizer: Any) -> bool | None:
     """Return whether the target is asked to think before it answers; None where its template does not control that."""
     return _thinking(tokenizer, tokenizer.chat_template)
 
@@ -328,13 +328,13 @@ def _thinking(tokenizer: Any, template: str) -> bool | None:
     if HARMONY in template:
         return True
     for switch in SWITCHES:
-        on, off = (probe(tokenizer, **{switch: value}) for value in (True, False))
+        on, off = (render_probe(tokenizer, **{switch: value}) for value in (True, False))
         if on != off:
-            return probe(tokenizer) != off
+            return render_probe(tokenizer) != off
     return _begins_thoughts(tokenizer) or None
 
 
-def probe(tokenizer: Any, **keywords: Any) -> str:
+def render_probe(tokenizer: Any, **keywords: Any) -> str:
     """Render one question, to find out what a template does; empty where the template refuses it."""
     question = [{"role": "user", "content": "?"}]
     try:
@@ -345,10 +345,10 @@ def probe(tokenizer: Any, **keywords: Any) -> str:
 
 def _begins_thoughts(tokenizer: Any) -> bool:
     """Return whether the prompt ends in the opening tag, so that the answer begins inside the thoughts."""
-    return probe(tokenizer).rstrip().endswith(OPEN)
+    return render_probe(tokenizer).rstrip().endswith(OPEN)
 
 
-def pieces_of(tokenizer: Any, tokens: list[int]) -> list[str]:
+def token_texts(tokenizer: Any, tokens: list[int]) -> list[str]:
     """Return the text that each token adds; part of a letter adds nothing until the letter is complete."""
     texts, before = [], ""
     for count in range(1, len(tokens) + 1):
@@ -359,7 +359,7 @@ def pieces_of(tokenizer: Any, tokens: list[int]) -> list[str]:
     return texts
 
 
-def as_message(tokenizer: Any, answer: list[int]) -> dict[str, str]:
+def parse_answer(tokenizer: Any, answer: list[int]) -> dict[str, str]:
     """Return the target's answer as a turn of the dialogue, thoughts included."""
     if HARMONY not in tokenizer.chat_template:
         return {"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)}
@@ -369,20 +369,20 @@ def as_message(tokenizer: Any, answer: list[int]) -> dict[str, str]:
     return message | ({"reasoning_content": thoughts} if thoughts.strip() else {})
 
 
-def thoughts_of(message: dict[str, Any]) -> str:
+def extract_thoughts(message: dict[str, Any]) -> str:
     """Return the thoughts in a turn; empty where it has none."""
     before, closed, _ = message["content"].partition(CLOSE)
     inside = before.rpartition(OPEN)[2] if closed else ""
     return message.get("reasoning_content", inside).strip()
 
 
-def without_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+def remove_thoughts(message: dict[str, Any]) -> dict[str, Any]:
     """Return the turn without its thoughts."""
     kept_keys = {key: value for key, value in message.items() if key != "reasoning_content"}
     return kept_keys | {"content": message["content"].rpartition(CLOSE)[2].lstrip("\n")}
 
 
-def cut_in_thoughts(tokenizer: Any, message: dict[str, str]) -> bool:
+def is_cut_in_thoughts(tokenizer: Any, message: dict[str, str]) -> bool:
     """Return whether a truncated answer ends before its thoughts do."""
     content = message["content"]
     if "reasoning_content" in message:

@@ -45,7 +45,7 @@ class LMHead(nn.Module):
         return LMHead(self.linear.weight[ids_U], None if bias is None else bias[ids_U], self.scale, self.softcap)
 
 
-def known_tokens(tokenizer: Any) -> int:
+def count_known_tokens(tokenizer: Any) -> int:
     """Return the number of ids that have a token; a padded embedding and its head have more rows."""
     return max(tokenizer.get_vocab().values()) + 1
 

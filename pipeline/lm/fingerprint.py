@@ -15,12 +15,12 @@ from typing import Any
 
 from pipeline.basics import embedded
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import file_identity, in_turn, read_sealed, settled, write_sealed
+from pipeline.basics.files import file_identity, is_settled, lock_file, read_sealed, write_sealed
 from pipeline.basics.progress import Progress
 
 # Keys of a configuration that are not part of a target's identity.
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
-KEPT_FROM = 1 << 26  # bytes; the sums of files of at least this size are cached
+CACHED_FROM = 1 << 26  # bytes; the sums of files of at least this size are cached
 PROGRESS_FROM = 1 << 30  # bytes; progress is shown for files of at least this size
 PART = 1 << 24  # bytes per read
 
@@ -30,12 +30,12 @@ def identity(config: dict[str, Any], weights: Iterable[Path]) -> str:
     stable = {key: value for key, value in config.items() if key not in VOLATILE}
     state = hashlib.sha256(json.dumps(stable, sort_keys=True, default=str).encode())
     for path in sorted(weights):
-        state.update(known_sha256(path).encode())
+        state.update(cached_sha256(path).encode())
     return state.hexdigest()[:16]
 
 
-def cached_by_files(
-    kind: str, key: Any, files: Iterable[Path], compute: Callable[[], dict[str, Any]], anew: bool = False
+def cache_by_files(
+    kind: str, key: Any, files: Iterable[Path], compute: Callable[[], dict[str, Any]], recompute: bool = False
 ) -> dict[str, Any]:
     """Return the JSON object of `compute`, which follows from `asked` (JSON) and the content of `files`. It is not
     computed again, unless `anew`, as long as no file is changed, added or removed. Where several processes call this
@@ -48,23 +48,23 @@ def cached_by_files(
     cached = embedded.cache_dir() / kind / f"{name}.json"
     with ExitStack() as stack:
         with suppress(OSError):  # the cache folder is not writable
-            stack.enter_context(in_turn(cached))
+            stack.enter_context(lock_file(cached))
         with suppress(PipelineError):  # it does not exist, or is damaged
-            if not anew:
+            if not recompute:
                 return read_sealed(cached, "")
         value = compute()
-        if all(settled(stat, begin) for stat in stats) and stats == list(map(file_identity, paths)):
+        if all(is_settled(stat, begin) for stat in stats) and stats == list(map(file_identity, paths)):
             with suppress(OSError):
                 write_sealed(cached, value)
     return value
 
 
-def known_sha256(path: Path, anew: bool = False, quiet: bool = False) -> str:
+def cached_sha256(path: Path, recompute: bool = False, quiet: bool = False) -> str:
     """Return the SHA-256 of a complete file."""
     path = path.resolve()
-    if path.stat().st_size < KEPT_FROM:
+    if path.stat().st_size < CACHED_FROM:
         return _compute_sha256(path, quiet)
-    return cached_by_files("sha256", None, [path], lambda: {"sha256": _compute_sha256(path, quiet)}, anew)["sha256"]
+    return cache_by_files("sha256", None, [path], lambda: {"sha256": _compute_sha256(path, quiet)}, recompute)["sha256"]
 
 
 def _compute_sha256(path: Path, quiet: bool) -> str:

@@ -20,18 +20,18 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.utils import cached_file
 
 from pipeline.basics import embedded
-from pipeline.basics.accelerator import kind, resolve_device
+from pipeline.basics.accelerator import accelerator_kind, resolve_device
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, read_json
-from pipeline.lm.attention import require_tree_attention, use_masks
+from pipeline.lm.attention import require_tree_attention, use_masked_attention
 from pipeline.lm.chat import require_template, template_fingerprint, tokenizer_fingerprint
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead, head_effects
-from pipeline.lm.fingerprint import cached_by_files, identity
+from pipeline.lm.fingerprint import cache_by_files, identity
 from pipeline.lm.template import apply_settings
 from pipeline.lm.verifier import Verifier
 
-if kind() is None:
+if accelerator_kind() is None:
     # A CPU's kernel supports a mask over grouped heads; transformers would copy keys and values, as GPUs require. Set
     # here and not where a target is loaded, so that a process uses one kernel from its start.
     os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
@@ -48,7 +48,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 @dataclass(frozen=True)
-class Source:
+class TargetFiles:
     """A target's files: where they are, and how transformers loads them."""
 
     name: str  # folder or Hub id
@@ -79,13 +79,13 @@ def local_folder(model: str) -> Path | None:
     )
 
 
-def source(config: TargetConfig) -> Source:
+def locate_target(config: TargetConfig) -> TargetFiles:
     name = config.model
     if name.startswith(embedded.PREFIX):
         name = str(embedded.model_folder(name.removeprefix(embedded.PREFIX)))
     elif (folder := local_folder(name)) is not None:
         name = str(folder)
-    return Source(name, config.revision, config.trust_remote_code)
+    return TargetFiles(name, config.revision, config.trust_remote_code)
 
 
 # RuntimeError: weights of wrong shapes, no memory; the others: files with unexpected content.
@@ -104,7 +104,7 @@ def load_config(config: TargetConfig) -> Any:
     """Load the text configuration. Raise PipelineError when the model is unavailable or its layers cannot verify a
     tree.
     """
-    files = source(config)
+    files = locate_target(config)
     with _loading(config):
         full = AutoConfig.from_pretrained(files.name, **files.options())
     require_tree_attention(full, config.model)
@@ -112,7 +112,7 @@ def load_config(config: TargetConfig) -> Any:
 
 
 def load_tokenizer(config: TargetConfig) -> Any:
-    files = source(config)
+    files = locate_target(config)
     with _loading(config):
         tokenizer = AutoTokenizer.from_pretrained(files.name, **files.options())
     if config.chat_template:
@@ -130,7 +130,7 @@ def _template_file(config: TargetConfig) -> Path:
     return template
 
 
-def placement(config: TargetConfig) -> dict[str, Any]:
+def placement_options(config: TargetConfig) -> dict[str, Any]:
     """Return how transformers is to place the weights: for a GPU each tensor goes from the file to its memory, and the
     complete model is never in the host's. The device has its index, as the loading threads do not know this thread's.
     """
@@ -140,7 +140,7 @@ def placement(config: TargetConfig) -> dict[str, Any]:
     return {} if device.type == "cpu" else {"device_map": {"": device}}
 
 
-def weight_files(files: Source) -> dict[str, Path]:
+def weight_files(files: TargetFiles) -> dict[str, Path]:
     """Return tensor name -> safetensors file. Raise PipelineError when the target has none."""
     index = files.file(_INDEX)
     if index:
@@ -184,11 +184,11 @@ def identify(config: TargetConfig) -> TargetIdentity:
     """Return the target's identity by its current files; they are read again only where one was changed. Raise
     PipelineError.
     """
-    files_of_target = source(config)
+    files_of_target = locate_target(config)
 
     def compute() -> dict[str, Any]:
         tokenizer = load_tokenizer(config)
-        stop_ids = sorted(stop_ids_of(config, tokenizer))
+        stop_ids = sorted(load_stop_ids(config, tokenizer))
         parts = fingerprint(config), tokenizer_fingerprint(tokenizer), template_fingerprint(tokenizer), stop_ids
         return asdict(TargetIdentity(*parts))
 
@@ -199,15 +199,15 @@ def identify(config: TargetConfig) -> TargetIdentity:
         files = [path for pattern in _FILES for path in config_file.parent.glob(pattern)]
         files += [_template_file(config)] if config.chat_template else []
         key = [config.identity(), *(version(library) for library in ("transformers", "tokenizers"))]
-        return TargetIdentity(**cached_by_files("targets", key, files, compute))
+        return TargetIdentity(**cache_by_files("targets", key, files, compute))
 
 
-def identify_if_here(config: TargetConfig) -> TargetIdentity | None:
+def identify_if_local(config: TargetConfig) -> TargetIdentity | None:
     """Return `identify`'s result, or None where the target's files are not on this machine, which may only inspect a
     run: nothing is downloaded or created.
     """
     if config.model.startswith(embedded.PREFIX):
-        if not embedded.is_made(config.model.removeprefix(embedded.PREFIX)):
+        if not embedded.is_converted(config.model.removeprefix(embedded.PREFIX)):
             return None
     elif _HUB_ID.fullmatch(config.model) and not Path(config.model).is_dir():
         cached = try_to_load_from_cache(config.model, "config.json", revision=config.revision or "main")
@@ -222,18 +222,18 @@ def identify_if_here(config: TargetConfig) -> TargetIdentity | None:
 
 def fingerprint(config: TargetConfig) -> str:
     """Hash configuration and every byte of the weights (`pipeline/lm/fingerprint.py`)."""
-    return identity(load_config(config).to_dict(), set(weight_files(source(config)).values()))
+    return identity(load_config(config).to_dict(), set(weight_files(locate_target(config)).values()))
 
 
 def _skeleton(config: TargetConfig) -> Any:
     """Build the model without its weights, on the meta device."""
-    files = source(config)
+    files = locate_target(config)
     full = AutoConfig.from_pretrained(files.name, **files.options())
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(full, trust_remote_code=files.trust_remote_code)
 
 
-def parameter_count_of(config: TargetConfig) -> int:
+def count_parameters(config: TargetConfig) -> int:
     return sum(parameter.numel() for parameter in _skeleton(config).parameters())
 
 
@@ -251,7 +251,7 @@ def load_embed_head(config: TargetConfig, decoder_dtype: torch.dtype | None = No
     the layers between them as well, in that dtype and on the recipe's device.
     """
     text = load_config(config)
-    target_files = source(config)
+    target_files = locate_target(config)
     skeleton = _skeleton(config)
     names = {id(parameter): name for name, parameter in skeleton.named_parameters(remove_duplicate=False)}
     output = skeleton.get_output_embeddings()
@@ -286,7 +286,7 @@ def load_final_norm(config: TargetConfig, dtype: str) -> nn.Module:
             f"target {config.model!r}: its decoder has no final norm by that name, so states of an engine cannot be "
             "normed: use target.engine = 'transformers'"
         )
-    target_files = source(config)
+    target_files = locate_target(config)
     files, stored = weight_files(target_files), _stored_names(skeleton, weight_files(target_files))
     names = {id(parameter): name for name, parameter in skeleton.named_parameters()}
     weights = {}
@@ -302,7 +302,7 @@ def load_final_norm(config: TargetConfig, dtype: str) -> nn.Module:
 
 def load_reader(config: TargetConfig, device: torch.device, dtype: torch.dtype) -> tuple[Verifier, Any]:
     """Load any causal language model that can read a tree, and its tokenizer. Raise PipelineError."""
-    files, text = source(config), load_config(config)
+    files, text = locate_target(config), load_config(config)
     with _loading(config):
         tokenizer = AutoTokenizer.from_pretrained(files.name, **files.options())
     return Verifier(_load(config, dtype).to(device), text, config.model), tokenizer
@@ -310,25 +310,25 @@ def load_reader(config: TargetConfig, device: torch.device, dtype: torch.dtype) 
 
 def _load_decoder(config: TargetConfig, dtype: torch.dtype) -> nn.Module:
     model = _load(config, dtype)
-    use_masks(model)
+    use_masked_attention(model)
     return model.get_decoder().to(resolve_device(config.device))
 
 
 def empty_decoder(config: TargetConfig, dtype: torch.dtype) -> nn.Module:
     """Build the target's decoder (the layers between embedding and head) without its weights."""
-    files = source(config)
+    files = locate_target(config)
     full = AutoConfig.from_pretrained(files.name, **files.options())
     model = AutoModelForCausalLM.from_config(full, trust_remote_code=files.trust_remote_code, dtype=dtype)
-    use_masks(model)
+    use_masked_attention(model)
     return model.requires_grad_(False).get_decoder()
 
 
-def _load(config: TargetConfig, dtype: torch.dtype, **placement_options: Any) -> Any:
+def _load(config: TargetConfig, dtype: torch.dtype, **placement: Any) -> Any:
     """Load the model. Raise PipelineError where the files lack a tensor, which transformers would fill with random
     numbers.
     """
-    files = source(config)
-    options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True, **placement_options}
+    files = locate_target(config)
+    options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True, **placement}
     options |= files.options()
     with _loading(config):
         loaded: Any = AutoModelForCausalLM.from_pretrained(files.name, dtype=dtype, **options)
@@ -352,7 +352,7 @@ class Target(Verifier):
         """Raise PipelineError when hidden state and head do not reproduce the model's own logits."""
         text = load_config(config)
         self.tokenizer = load_tokenizer(config)
-        model = _load(config, DTYPES[dtype], **placement(config))
+        model = _load(config, DTYPES[dtype], **placement_options(config))
         if config.device == "spread" and {"cpu", "disk"} & {str(device) for device in model.hf_device_map.values()}:
             raise PipelineError(
                 f"target {config.model!r} does not fit the {torch.accelerator.device_count()} visible GPUs: "
@@ -364,9 +364,9 @@ class Target(Verifier):
         return _stop_ids(self.model.generation_config, self.tokenizer)
 
 
-def stop_ids_of(config: TargetConfig, tokenizer: Any) -> frozenset[int]:
+def load_stop_ids(config: TargetConfig, tokenizer: Any) -> frozenset[int]:
     """Return `Target.stop_ids` without loading the weights."""
-    files = source(config)
+    files = locate_target(config)
     with _loading(config):
         try:
             generation = GenerationConfig.from_pretrained(files.name, revision=files.revision or "main")

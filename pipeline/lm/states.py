@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.basics.accelerator import sent
+from pipeline.basics.accelerator import to_device
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,6 @@ class States:
 
     def rows(self, nodes: list[int]) -> "States":
         """Return the states of these nodes."""
-        at_P = sent(nodes, self.final_ND.device)
+        at_P = to_device(nodes, self.final_ND.device)
         auxiliary_NSD = None if self.auxiliary_NSD is None else self.auxiliary_NSD[at_P]
         return States(self.final_ND[at_P], auxiliary_NSD, self.layers)

@@ -17,7 +17,7 @@ import jinja2.meta
 from jinja2 import nodes
 
 from pipeline.basics.errors import PipelineError
-from pipeline.lm.chat import HARMONY, SWITCHES, Unusable, probe, render, thinking
+from pipeline.lm.chat import HARMONY, SWITCHES, Unusable, is_thinking, render, render_probe
 from pipeline.lm.config import TargetConfig
 
 CLOCK = "strftime_now"  # the function by which templates print today's date
@@ -83,8 +83,8 @@ def template_settings(tokenizer: Any, config: TargetConfig) -> str:
 
     `tokenizer`: from `load_tokenizer`. The date is the one shown to the target as today's.
     """
-    thinking_text = {True: ["thinking on"], False: ["thinking off"], None: []}[thinking(tokenizer)]
-    dated = probe(tokenizer) != probe(tokenizer, **{PINNED: {}})
+    thinking_text = {True: ["thinking on"], False: ["thinking off"], None: []}[is_thinking(tokenizer)]
+    dated = render_probe(tokenizer) != render_probe(tokenizer, **{PINNED: {}})
     keywords = [f"{name} = {json.dumps(value)}" for name, value in sorted(config.template_keywords.items())]
     return ", ".join([*thinking_text, *([f"date {config.template_date}"] if dated else []), *keywords])
 
@@ -105,7 +105,7 @@ class _WithKeywords:
         return self._tokenizer.apply_chat_template(messages, **{**self._keywords, **settings})
 
 
-def with_keywords(tokenizer: Any, keywords: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
+def bind_keywords(tokenizer: Any, keywords: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
     """Return ``(tokenizer, keywords)``: those of a record's keywords that the template reads, and a tokenizer that
     passes them to it. They are texts, numbers and switches, and none that the recipe sets.
 
@@ -155,7 +155,7 @@ _DIALOGUE = [
 ]
 
 
-def markers_of(tokenizer: Any) -> Markers | None:
+def find_markers(tokenizer: Any) -> Markers | None:
     """Return the template's markers; None where an answer has none before it. `end` is empty where answers have none
     after them, and in the format harmony, whose answers consist of several messages.
     """

@@ -16,7 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.basics.errors import PipelineError
-from pipeline.lm.attention import behind, masks, most_positions, require_tree, use_masks, windows
+from pipeline.lm.attention import (
+    attention_windows,
+    causal_mask,
+    layer_masks,
+    max_positions,
+    require_tree,
+    use_masked_attention,
+)
 from pipeline.lm.cache import TreeCache
 from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead, head_effects
 from pipeline.lm.states import States
@@ -24,7 +31,7 @@ from pipeline.lm.states import States
 CAPACITY_STEP = 512  # capacities of a compiled target's caches are multiples of it: few shapes, few compilations
 
 
-def rounding(dtype: torch.dtype, device: torch.device) -> float:
+def rounding_bound(dtype: torch.dtype, device: torch.device) -> float:
     """Return how far two computations of the same logits may differ, relative to the largest: not at all in float32 on
     a CPU; elsewhere by a few steps of the dtype and, for any dtype, by sums in another order.
     """
@@ -48,8 +55,8 @@ class Verifier:
         self._caches: dict[int, TreeCache] = {}  # the caches of a compiled target, by capacity
         self._captured = threading.local()  # by thread: layer -> output
         self._hooks: dict[int, Any] = {}  # by layer
-        use_masks(model)
-        self.positions, self._windows = most_positions(text), windows(text)
+        use_masked_attention(model)
+        self.positions, self._windows = max_positions(text), attention_windows(text)
         self.decoder = model.base_model
         output: Any = model.get_output_embeddings()
         self.device = output.weight.device  # of a spread target the last; its own hooks move the inputs
@@ -74,7 +81,7 @@ class Verifier:
             (logits.float() - split_logits.float()).abs().max().item(),
             logits.float().abs().max().item(),
         )
-        if not difference <= rounding(self.dtype, self.device) * largest:
+        if not difference <= rounding_bound(self.dtype, self.device) * largest:
             raise PipelineError(
                 f"target {name!r}: its logits are not head(last hidden state) (largest difference "
                 f"{difference:.3g}); this architecture needs support in pipeline/lm/verifier.py"
@@ -171,10 +178,10 @@ class Verifier:
             positions_N = torch.arange(past, past + count, device=self.device)
         mask = None
         if self.compiled and mask_NC is None:
-            mask_NC = behind(past, count, self.device)
+            mask_NC = causal_mask(past, count, self.device)
         if mask_NC is not None:
             fixed = (width if past else count, cache.capacity) if self.compiled and cache.capacity else None
-            mask = masks(self._windows, mask_NC, positions_N, self.dtype, fixed)
+            mask = layer_masks(self._windows, mask_NC, positions_N, self.dtype, fixed)
         decoder: Any = self.decoder
         if self.compiled and past:
             decoder = self._compiled

@@ -27,7 +27,7 @@ def resolve_dtypes(recipe: "Recipe", keep: bool) -> "Recipe":
     sections = [name for name in SECTIONS if getattr(recipe, name).dtype == AUTO]
     if not sections:
         return recipe
-    saved = kept_dtypes(recipe.paths.run)
+    saved = read_dtypes(recipe.paths.run)
     dtypes = {name: saved.get(name) or native_dtype(recipe.target.device) for name in sections}
     if keep and not dtypes.items() <= saved.items():
         write_json(recipe.paths.run / FILE_NAME, saved | dtypes)
@@ -51,7 +51,7 @@ def bfloat16_cost(device: str) -> float | None:
         return None
 
 
-def kept_dtypes(run: Path) -> dict[str, str]:
+def read_dtypes(run: Path) -> dict[str, str]:
     """Return the dtypes, by section, that a run started with; an empty dict if it has not started."""
     path = run / FILE_NAME
     if not path.exists():

@@ -17,9 +17,9 @@ from pipeline.basics.files import read_json
 from pipeline.basics.public import public_text
 from pipeline.basics.section import Section
 from pipeline.decoding.config import Method
-from pipeline.drafts import settings_from
+from pipeline.drafts import load_settings
 from pipeline.features.schema import FP8
-from pipeline.lm.fingerprint import known_sha256
+from pipeline.lm.fingerprint import cached_sha256
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import ON_HUB
 
@@ -60,7 +60,7 @@ def sort_layers(layers: Iterable[int | str]) -> list[int | str]:
     return sorted(set(layers), key=lambda layer: (isinstance(layer, str), layer))
 
 
-def wanted_layers(recipe: Recipe) -> list[int | str]:
+def required_layers(recipe: Recipe) -> list[int | str]:
     """Return the auxiliary layers that the recipe names or, by default, those that its drafts need: numbers, or words
     for them.
     """
@@ -74,7 +74,7 @@ def dump_settings(recipe: Recipe) -> Settings:
     change rounding at most, and a dump whose batches were too large can continue with smaller ones.
     """
     features = recipe.features.affecting("dump")
-    features["auxiliary_layers"] = wanted_layers(recipe)  # the target's fingerprint determines the number of a word
+    features["auxiliary_layers"] = required_layers(recipe)  # the target's fingerprint determines the number of a word
     features["stored_dtype"] = recipe.stored_dtype
     settings = {"target": recipe.target.identity(), "data": recipe.data.affecting("dump"), "features": features}
     if recipe.data.answers == "source":
@@ -112,7 +112,7 @@ def describe_start(start: str) -> str:
         return start
     folder = start_folder(start)
     config = read_json(folder / "config.json")
-    sums = [known_sha256(path) for path in sorted(folder.iterdir()) if path.suffix in SUFFIXES]
+    sums = [cached_sha256(path) for path in sorted(folder.iterdir()) if path.suffix in SUFFIXES]
     content = json.dumps([config.get("shapes", config), sums], sort_keys=True)
     return MARK + hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -186,7 +186,7 @@ ANSWERS_KEYS = ["data.calibration_prompts", "features.answer_tokens"]  # the key
 Tree = dict[str, Any]  # a resolved recipe as JSON
 
 
-def differences(recorded: Tree, current: Tree, keys: Iterable[str]) -> str:
+def describe_differences(recorded: Tree, current: Tree, keys: Iterable[str]) -> str:
     """Return the keys that differ, with both values: "data.heldout_fraction: 0.02 -> 0.2". Empty if none differs.
 
     `keys`: "section.key", or a prefix of such keys.
@@ -233,12 +233,12 @@ def regenerate_keys(recipe: Recipe) -> list[str]:
     return _keys(regenerate_settings(recipe))
 
 
-def layers_of(tree: Tree) -> list[int | str]:
+def read_layers(tree: Tree) -> list[int | str]:
     """Return the auxiliary layers of somebody else's resolved recipe, as `wanted_layers` does. Raises KeyError,
     TypeError or ValueError if it is not such a recipe.
     """
     if (layers := tree["features"]["auxiliary_layers"]) is None:
-        drafts = [settings_from(config) for name, config in tree["draft"].items() if name not in tree["published"]]
+        drafts = [load_settings(config) for name, config in tree["draft"].items() if name not in tree["published"]]
         return sort_layers(layer for config in drafts for layer in config.auxiliary)
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
         raise TypeError(f"features.auxiliary_layers={layers!r}")
@@ -248,7 +248,7 @@ def layers_of(tree: Tree) -> list[int | str]:
 def _fill_defaults(tree: Tree) -> Tree:
     """Return the recipe with the defaults of [features] that follow from its drafts."""
     try:
-        layers, features = layers_of(tree), tree["features"]
+        layers, features = read_layers(tree), tree["features"]
         default = FP8 if layers else "bfloat16"
         features_keys = {"auxiliary_layers": layers, "stored_dtype": features.get("stored_dtype") or default}
         return tree | {"features": features | features_keys}

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from pipeline.drafts import DRAFTS
 from pipeline.recipe.dtypes import resolve_dtypes
-from pipeline.recipe.read import changed, explain, read_tree, recipe_file, refusal
+from pipeline.recipe.read import apply_overrides, explain, read_tree, recipe_file, refusal
 from pipeline.recipe.recipe import Recipe
 
 
@@ -23,7 +23,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None, begin: boo
 
 def recipe_from(tree: dict[str, Any], path: Path, overrides: list[str]) -> Recipe:
     """Return the recipe of a file's content. Raises PipelineError that names the file."""
-    tree = changed(tree, path, overrides)
+    tree = apply_overrides(tree, path, overrides)
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import ROOT, SEAL, checked
+from pipeline.basics.files import ROOT, SEAL, verify_seal
 from pipeline.basics.public import require_no_credential
 from pipeline.basics.section import Section
 from pipeline.basics.settings import Settings
@@ -44,10 +44,10 @@ def read_tree(path: Path) -> dict[str, Any]:
     return tree
 
 
-def changed(tree: dict[str, Any], path: Path, overrides: list[str]) -> dict[str, Any]:
+def apply_overrides(tree: dict[str, Any], path: Path, overrides: list[str]) -> dict[str, Any]:
     """Return a file's content with its overrides applied. Raises PipelineError for a broken seal or a credential."""
     if SEAL in tree:  # the resolved recipe next to an artifact
-        tree = checked(
+        tree = verify_seal(
             tree, f"recipe {path}", f"Give the recipe itself; or, if you changed it on purpose, remove its {SEAL!r}"
         )
     for override in overrides:
@@ -60,7 +60,7 @@ def changed(tree: dict[str, Any], path: Path, overrides: list[str]) -> dict[str,
 def require_sound(path: str | Path, overrides: list[str]) -> None:
     """Raise PipelineError for errors in a recipe's file, without reading the settings of its drafts."""
     path = recipe_file(path)
-    tree = changed(read_tree(path), path, overrides)
+    tree = apply_overrides(read_tree(path), path, overrides)
     try:
         Outline.model_validate(tree)
     except ValidationError as error:
@@ -74,18 +74,18 @@ def refusal(path: Path, lines: list[str]) -> PipelineError:
 def recipe_file(path: str | Path) -> Path:
     """Return the file that a path or a recipe's name stands for. Raises PipelineError if there is none."""
     path = Path(path)
-    if not path.is_file() and str(path) in shipped():
+    if not path.is_file() and str(path) in shipped_recipes():
         return RECIPES / f"{path}.toml"
     if path.is_dir():
         raise PipelineError(f"recipe {path} is a folder: expected a TOML file, or a resolved recipe.json")
     if not path.exists():
-        near = difflib.get_close_matches(str(path).removesuffix(".toml"), shipped(), 1)
-        names = f"did you mean {near[0]}?" if near else f"some come with the project: {', '.join(shipped())}"
+        near = difflib.get_close_matches(str(path).removesuffix(".toml"), shipped_recipes(), 1)
+        names = f"did you mean {near[0]}?" if near else f"some come with the project: {', '.join(shipped_recipes())}"
         raise PipelineError(f"recipe {path} does not exist; {names}")
     return path
 
 
-def shipped() -> list[str]:
+def shipped_recipes() -> list[str]:
     """Return the names of the recipes that come with the project: demo, ..."""
     return sorted(path.stem for path in RECIPES.glob("*.toml"))
 

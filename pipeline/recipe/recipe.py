@@ -12,7 +12,7 @@ from pydantic import Discriminator, Tag, model_validator
 
 from pipeline.basics.section import Name
 from pipeline.decoding.config import Method, TreeConfig
-from pipeline.drafts import DRAFTS, DraftConfig, kind_of
+from pipeline.drafts import DRAFTS, DraftConfig, kind_key
 from pipeline.drafts.small_model import SmallModelConfig
 from pipeline.features.schema import FP8
 from pipeline.lm.config import TargetConfig
@@ -24,7 +24,7 @@ _DRAFTS: Any = Union[tuple(Annotated[config, Tag(kind)] for kind, (config, *_) i
 if TYPE_CHECKING:
     AnyDraft = DraftConfig
 else:
-    AnyDraft = Annotated[_DRAFTS, Discriminator(kind_of)]
+    AnyDraft = Annotated[_DRAFTS, Discriminator(kind_key)]
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from pipeline.basics.section import (
     Gpus,
     Measured,
     Name,
-    Of,
     Positive,
     Processes,
     Runtime,
     Section,
+    Value,
 )
 from pipeline.decoding.config import Method, TreeConfig
 from pipeline.lm.config import TargetConfig
@@ -31,8 +31,8 @@ from pipeline.recipe.license import License
 
 HELDOUT = "heldout"
 ON_HUB = regex.compile(r"([\w.-]+/[\w.-]+)@([0-9a-f]{40})")  # a commit, since a branch can move
-Cut = Annotated[Of, Affects(("dump", "figures"))]  # keys that cut and split dialogues, whatever the answers
-Job = Annotated[Of, Affects(("regenerated",))]  # keys that only preprocess/regenerate.py uses
+Cut = Annotated[Value, Affects(("dump", "figures"))]  # keys that cut and split dialogues, whatever the answers
+Job = Annotated[Value, Affects(("regenerated",))]  # keys that only preprocess/regenerate.py uses
 
 
 class DataConfig(Section):

@@ -125,7 +125,7 @@ class ReleasedRecipe(Untrusted):
     publish: ReleasedPublish
 
 
-class Decoding(Untrusted):
+class DecodingRecipe(Untrusted):
     """The part of a release's recipe that `load` needs."""
 
     class Eval(Untrusted):
@@ -155,7 +155,7 @@ def _check_rope(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 class Shapes(Untrusted):
-    """A draft's shapes, as `pipeline.drafts.parts.layers.shapes_of` returns them."""
+    """A draft's shapes, as `pipeline.drafts.parts.layers.draft_shapes` returns them."""
 
     hidden_size: Size
     intermediate_size: Size | None
@@ -185,7 +185,7 @@ class DraftConfigFile(Untrusted):
     files: Annotated[dict[Annotated[str, Field(pattern=FILE)], Sha256], Field(max_length=200)] = {}
 
 
-class Trained(Untrusted):
+class TrainingFacts(Untrusted):
     """The facts about a draft's training that this project uses."""
 
     steps: Count | None = None

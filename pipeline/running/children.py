@@ -19,7 +19,7 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
 
 
 @contextmanager
-def started(command: list[str], environment: Mapping[str, str], **options: Any) -> Iterator[subprocess.Popen]:
+def start_command(command: list[str], environment: Mapping[str, str], **options: Any) -> Iterator[subprocess.Popen]:
     """Run a command during the block. After it, none of its ranks, actors or launchers is left: it gets SIGTERM, and
     SIGKILL after `TERMINATION_SECONDS`.
     """

@@ -13,7 +13,7 @@ from pipeline.basics.errors import PipelineError
 ADDRESS = "RAY_ADDRESS"
 MAX_SOCKET_PATH = 107  # bytes of a Unix socket's path
 SOCKET_SUFFIX = "/ray-12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"  # in `private_folder`
-SHORT = "/tmp"
+SHORT_FOLDER = "/tmp"
 LAST_CLUSTER_FILE = "ray/ray_current_cluster"  # where `ray start` leaves the address that "auto" means
 CONNECT_SECONDS = 5.0  # seconds that a head has to answer
 
@@ -30,7 +30,7 @@ def require_cluster() -> None:
     if ray_address():
         require_head()
     else:
-        sockets_place()
+        find_socket_folder()
 
 
 def require_head() -> None:
@@ -55,13 +55,13 @@ def require_head() -> None:
 
 
 def _last_cluster() -> str | None:
-    path = Path(os.environ.get("RAY_TMPDIR") or SHORT) / LAST_CLUSTER_FILE
+    path = Path(os.environ.get("RAY_TMPDIR") or SHORT_FOLDER) / LAST_CLUSTER_FILE
     return path.read_text().strip() or None if path.is_file() else None
 
 
-def sockets_place() -> str:
+def find_socket_folder() -> str:
     """Return a folder for Ray's files. Raise PipelineError where there is none."""
-    places = [os.environ.get("RAY_TMPDIR", ""), tempfile.gettempdir(), SHORT]
+    places = [os.environ.get("RAY_TMPDIR", ""), tempfile.gettempdir(), SHORT_FOLDER]
     for place in places:
         if len(os.fsencode(place + SOCKET_SUFFIX)) <= MAX_SOCKET_PATH and os.access(place, os.W_OK | os.X_OK):
             return place
@@ -76,5 +76,5 @@ def private_folder() -> Iterator[str]:
     """Yield a folder for Ray's sockets and logs. Ray lets everyone write to these, so it lies in a folder that no other
     user may enter. Raise PipelineError where there is no place for it.
     """
-    with tempfile.TemporaryDirectory(prefix="ray-", dir=sockets_place(), ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="ray-", dir=find_socket_folder(), ignore_cleanup_errors=True) as folder:
         yield f"{folder}/r"

@@ -14,7 +14,7 @@ from pipeline.lm.config import BATCH_INVARIANT
 CUDA, HIP = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"  # ROCm reads both, HIP's first
 NO_GPUS = {CUDA: "", HIP: ""}  # the environment of a process that must not see any GPU
 FORWARDED_VARIABLES = (BATCH_INVARIANT,)  # copied from the driver's environment to workers on every node
-NOT_YET: Any = object()  # yielded by a source of tasks that has none for now, but may have one later
+NO_TASK_YET: Any = object()  # yielded by a source of tasks that has none for now, but may have one later
 Watch = Callable[[int, str], None]  # takes the finished amount of the tasks in work, and the workers' activities
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import FULL
-from pipeline.basics.progress import publish
+from pipeline.basics.progress import set_record_path
 from pipeline.basics.public import public_text
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def run_job(stage: str, description: str | None, job: "Callable[[Recipe], Iterab
         add_recipe_arguments(parser)
         arguments = parser.parse_args()
         recipe = load_recipe(arguments.recipe, arguments.overrides, begin=True)
-        publish(recipe.paths.run, stage)
+        set_record_path(recipe.paths.run, stage)
         for line in job(recipe):
             print(line)
 
@@ -118,7 +118,7 @@ def preserve_signal_handlers() -> Iterator[None]:
 
 def report(error: Exception, keeps: bool = False) -> int:
     """Write the error's message, and return the exit status. `keeps` as in `run`."""
-    message = str(error) if isinstance(error, PipelineError) else refusal(error, keeps)
+    message = str(error) if isinstance(error, PipelineError) else describe_refusal(error, keeps)
     if message is None:
         sys.stderr.write(public_text("".join(traceback.format_exception(error))))
         return 1
@@ -126,7 +126,7 @@ def report(error: Exception, keeps: bool = False) -> int:
     return 2
 
 
-def refusal(error: Exception, keeps: bool) -> str | None:
+def describe_refusal(error: Exception, keeps: bool) -> str | None:
     """Describe what the file system refuses, and the remedy; return None for an error of another kind."""
     if not isinstance(error, OSError) or (remedy := _REMEDIES.get(error.errno or 0)) is None:
         return None

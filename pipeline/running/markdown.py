@@ -11,13 +11,13 @@ TERMINAL_WIDTH = 100  # columns
 MIN_COLUMN_WIDTH = 6  # of a wrapped table's column
 
 
-def table(heads: list[str], rows: Iterable[list[Any]]) -> str:
+def format_table(heads: list[str], rows: Iterable[list[Any]]) -> str:
     """Return a Markdown table: a line for the heads and one for each row."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
 
 
-def narrow_table(heads: list[str], rows: Iterable[list[Any]], width: int = TERMINAL_WIDTH) -> str:
+def format_narrow_table(heads: list[str], rows: Iterable[list[Any]], width: int = TERMINAL_WIDTH) -> str:
     """Return an aligned table of at most `width` characters: the widest cells are wrapped into further lines."""
     lines = [list(map(str, cells)) for cells in (heads, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -33,7 +33,7 @@ def narrow_table(heads: list[str], rows: Iterable[list[Any]], width: int = TERMI
     return "\n".join(out)
 
 
-def plain(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """Return the text escaped for Markdown and HTML, on one line: nothing in it is markup or moves a cursor."""
     text = "".join(letter for letter in " ".join(text.split()) if letter.isprintable())
     return re.sub(r"([\\`*\[\]|#!~:_])", r"\\\1", html.escape(text, quote=False))

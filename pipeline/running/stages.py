@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 
-from pipeline.artifacts.features import wanted_file
-from pipeline.artifacts.published import fetch
-from pipeline.artifacts.reports import REPORT, TABLE, eval_state, faster_drafts, read_report, read_rows
+from pipeline.artifacts.features import shard_request_file
+from pipeline.artifacts.published import download_published
+from pipeline.artifacts.reports import REPORT, TABLE, describe_faster_drafts, eval_state, read_report, read_rows
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import ROOT, exclusive, is_held
-from pipeline.basics.progress import METRICS, Screen, events, read_event
-from pipeline.drafts.prompt_lookup import corpora_of
-from pipeline.lm.model import identify_if_here
+from pipeline.basics.files import ROOT, is_held, lock_folder
+from pipeline.basics.progress import METRICS, Screen, read_event, read_events
+from pipeline.drafts.prompt_lookup import corpus_hashes
+from pipeline.lm.model import identify_if_local
 from pipeline.recipe.dtypes import describe_dtypes, warn_of_emulation
 from pipeline.recipe.identity import run_hash
 from pipeline.recipe.load import load_recipe, override_arguments
@@ -45,7 +45,7 @@ class Stage:
     feeder: list[str] = field(default_factory=list)  # a command that runs next to it
 
 
-def stages(recipe_path: str, overrides: list[str], recipe: Recipe) -> list[Stage]:
+def list_stages(recipe_path: str, overrides: list[str], recipe: Recipe) -> list[Stage]:
     arguments, environment = [recipe_path, *override_arguments(overrides)], dict(os.environ)
     environment["PYTHONUNBUFFERED"] = "1"
     if recipe.target.device == "cpu":
@@ -81,22 +81,22 @@ def run(recipe_path: str, overrides: list[str], until: str = "eval") -> None:
     (recipe.paths.run / "logs").mkdir(parents=True, exist_ok=True)
     begin, screen = time.monotonic(), Screen(sys.stdout)
     for line in filter(None, (describe_dtypes(recipe), warn_of_emulation(recipe))):
-        screen.say(line)
+        screen.write_line(line)
     if until != "preprocess":
-        fetch(recipe, screen.say)
-    for stage in stages(recipe_path, overrides, recipe)[: 1 + list(STAGES).index(until)]:
+        download_published(recipe, screen.write_line)
+    for stage in list_stages(recipe_path, overrides, recipe)[: 1 + list(STAGES).index(until)]:
         done, state = stage.state(recipe)
         if done:
-            screen.say(f"{stage.name}: done already ({state})")
+            screen.write_line(f"{stage.name}: done already ({state})")
             continue
-        screen.say(f"{stage.name}: starts at {time.strftime('%H:%M')}")
+        screen.write_line(f"{stage.name}: starts at {time.strftime('%H:%M')}")
         started = time.monotonic()
         run_stage(recipe, stage)
         done, state = stage.state(recipe)
         if not done:
             log = recipe.paths.run / "logs" / f"{stage.name}.log"
             raise PipelineError(f"stage {stage.name} ended without an error, but is not done: {state}. See {log}")
-        screen.say(f"{stage.name}: {state}, {_minutes(started)}")
+        screen.write_line(f"{stage.name}: {state}, {_minutes(started)}")
     if until == "eval":
         _print_release(recipe)
     print(f"total {_minutes(begin)}")
@@ -111,7 +111,7 @@ def _require_possible(recipe: Recipe, until: str) -> None:
         require_step(recipe)
     require_same_settings(recipe, [] if until == "preprocess" else recipe.to_train)
     check_process_count("train.ranks", recipe.train.ranks or 1)
-    corpora_of(recipe.draft.values())
+    corpus_hashes(recipe.draft.values())
 
 
 def _minutes(since: float) -> str:
@@ -125,11 +125,13 @@ def run_stage(recipe: Recipe, stage: Stage) -> None:
     commands = [(f"stage {stage.name}", stage.command, logs / f"{stage.name}.log")]
     if stage.feeder:
         commands.append(("feeding", stage.feeder, logs / "feed.log"))
-        with exclusive(recipe.paths.features, "dump"):  # left by an earlier training: no training reads shards now
-            wanted_file(recipe).unlink(missing_ok=True)
+        with lock_folder(recipe.paths.features, "dump"):  # left by an earlier training: no training reads shards now
+            shard_request_file(recipe).unlink(missing_ok=True)
         shares_gpus = not (recipe.features.gpus or recipe.train.gpus or recipe.target.device == "cpu")
         if shares_gpus and torch.accelerator.device_count():
-            screen.say("train: its ranks and its feeder share all GPUs; features.gpus and train.gpus give each its own")
+            screen.write_line(
+                "train: its ranks and its feeder share all GPUs; features.gpus and train.gpus give each its own"
+            )
     record = recipe.paths.run / METRICS / f"{STAGES[stage.name]}.json"
     record.unlink(missing_ok=True)
     try:
@@ -138,7 +140,7 @@ def run_stage(recipe: Recipe, stage: Stage) -> None:
             running = []
             for title, command, log in commands:
                 output = {"stdout": stack.enter_context(log.open("w")), "stderr": subprocess.STDOUT}
-                process = stack.enter_context(children.started(command, stage.environment, **output))
+                process = stack.enter_context(children.start_command(command, stage.environment, **output))
                 running.append((title, log, process))
             while False in [_has_ended(*part) for part in running]:
                 screen.show(read_event(record), stage.name)
@@ -149,7 +151,7 @@ def run_stage(recipe: Recipe, stage: Stage) -> None:
             error.add_note(event.lost)
         raise
     if stage.feeder:
-        screen.say(f"feed: {(logs / 'feed.log').read_text().splitlines()[-1]}")
+        screen.write_line(f"feed: {(logs / 'feed.log').read_text().splitlines()[-1]}")
 
 
 def _has_ended(title: str, log: Path, process: subprocess.Popen) -> bool:
@@ -176,27 +178,27 @@ def _print_release(recipe: Recipe) -> None:
     if (recipe.paths.eval / TABLE).exists():
         print(f"all figures, and how they were checked: {recipe.paths.eval / TABLE}")
     rows = [row for row in read_rows(recipe.paths.eval) if row.instrument == "decoded"]
-    if faster := faster_drafts(recipe, report, rows):
+    if faster := describe_faster_drafts(recipe, report, rows):
         print(faster)
     print(f"\nrelease: {recipe.paths.release}/")
     for plot in report["plots"]:
         print(f"plot: {recipe.paths.release / plot}")
 
 
-def status(recipe_path: str, overrides: list[str], watch: float | None = None) -> None:
+def print_status(recipe_path: str, overrides: list[str], watch: float | None = None) -> None:
     """Print the state of each stage. `watch`: print it again after this many seconds, until all is done."""
     recipe = load_recipe(recipe_path, overrides)
     while True:
         lines, undone = [f"{recipe.name} ({run_hash(recipe)}) in {recipe.output}"], False
-        if identify_if_here(recipe.target) is None:
+        if identify_if_local(recipe.target) is None:
             lines.append(f"  the files of {recipe.target.model} are not here: whether they changed is not known")
-        for stage in stages(recipe_path, overrides, recipe):
+        for stage in list_stages(recipe_path, overrides, recipe):
             done, state = stage.state(recipe)
             undone |= not done
             running = any(map(is_held, stage.held_folders))
             word = "done" if done else "runs" if running else "to do"
             lines.append(f"  {word:<6} {stage.name:<11} {state}")
-        for job, event in events(recipe.paths.run).items() if undone else ():
+        for job, event in read_events(recipe.paths.run).items() if undone else ():
             lines += [f"  {event.line(job)}"] if event.done != event.total else []
         print("\x1b[H\x1b[2J" * (watch is not None and sys.stdout.isatty()) + "\n".join(lines), flush=True)
         if watch is None or not undone:

@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.features import answers_hash, dump_differences, of_another_target, wanted_file
-from pipeline.artifacts.provenance import RECIPE, public_recipe, recorded, settings_said
+from pipeline.artifacts.features import answers_hash, dump_differences, shard_request_file, target_differences
+from pipeline.artifacts.provenance import RECIPE, describe_settings, public_recipe, read_recorded
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_sealed, write_sealed
 from pipeline.features.reasons import describe_reasons
-from pipeline.features.shards import MANIFEST, Manifest, damage, prompts_damage
-from pipeline.lm.model import identify_if_here, load_config
+from pipeline.features.shards import MANIFEST, Manifest, find_damage, find_prompts_damage
+from pipeline.lm.model import identify_if_local, load_config
 from pipeline.recipe.identity import dump_hash, train_hash, training_keys
 from pipeline.recipe.recipe import Recipe
 
@@ -28,22 +28,22 @@ def features_state(recipe: Recipe) -> tuple[bool, str]:
     manifest = Manifest.load(folder)
     if changed_settings := features_differences(recipe):
         return False, f"{folder} holds features of other settings: {changed_settings}"
-    target = identify_if_here(recipe.target)
-    if target and (differences := of_another_target(target, manifest.spec)):
+    target = identify_if_local(recipe.target)
+    if target and (differences := target_differences(target, manifest.spec)):
         return False, f"features of what the target was before: {'; '.join(differences)}"
     if target and manifest.answers_hash != answers_hash(recipe, manifest.spec.recipe, target):
         return False, "answers to calibration prompts have to be generated again"
-    local_files = [] if recipe.features.store else manifest.lasting(recipe.features.keep)
-    broken = [shard.name for shard in local_files if damage(folder, shard, digest=None)]
+    local_files = [] if recipe.features.store else manifest.permanent_files(recipe.features.keep)
+    broken = [shard.name for shard in local_files if find_damage(folder, shard, digest=None)]
     if broken:
         return False, f"{len(broken)} of {len(manifest.files)} tables and shards missing or truncated"
-    if not manifest.complete or prompts_damage(folder, manifest):
+    if not manifest.complete or find_prompts_damage(folder, manifest):
         return False, f"{len(manifest.shards)} shards finished, dump not complete"
     rejected = manifest.accounting.get("rejected") or {}
     rejected_text = f"; {sum(rejected.values())} rejected: {describe_reasons(rejected)}" if rejected else ""
     if recipe.features.keep == "window":
         return True, f"texts, validation and answers; training is fed with the rest{rejected_text}"
-    if missing_rows := manifest.lacks("train"):
+    if missing_rows := manifest.missing_rows("train"):
         return False, f"the states of {missing_rows} dialogues were not kept"
     return (
         True,
@@ -53,8 +53,8 @@ def features_state(recipe: Recipe) -> tuple[bool, str]:
 
 def train_state(recipe: Recipe) -> tuple[bool, str]:
     # A feeder that was killed left its request file.
-    target = identify_if_here(recipe.target)
-    parts, done = [], recipe.features.keep == "all" or not wanted_file(recipe).exists()
+    target = identify_if_local(recipe.target)
+    parts, done = [], recipe.features.keep == "all" or not shard_request_file(recipe).exists()
     for name in recipe.trained:
         folder = recipe.paths.draft(name)
         if not (folder / checkpoint.CONFIG).exists():
@@ -65,12 +65,12 @@ def train_state(recipe: Recipe) -> tuple[bool, str]:
             done = False
             continue
         saved = checkpoint.read_config(folder)
-        state = saved.training_said
+        state = saved.training_summary
         if changed_settings := training_differences(recipe, name):
             done, state = False, f"of other settings: {changed_settings}"
         elif target and (differences := target.differences(saved.target)):
             done, state = False, f"of what the target was before: {'; '.join(differences)}"
-        elif checkpoint.lacks_plot(folder):
+        elif checkpoint.is_plot_missing(folder):
             done, state = False, "its plot is missing"
         parts.append(f"{name}: {state}")
     return done, "; ".join(parts)
@@ -105,23 +105,23 @@ def features_differences(recipe: Recipe) -> str:
     if not (folder / MANIFEST).exists():
         return ""
     spec, layers = Manifest.load(folder).spec, None
-    if spec.recipe != dump_hash(recipe) and identify_if_here(recipe.target):
+    if spec.recipe != dump_hash(recipe) and identify_if_local(recipe.target):
         layers = load_config(recipe.target).num_hidden_layers
-    return dump_differences(recipe, spec, partial(recorded, folder), layers)
+    return dump_differences(recipe, spec, partial(read_recorded, folder), layers)
 
 
 def training_differences(recipe: Recipe, name: str) -> str:
     """Return the settings in which a draft's checkpoint differs; empty where it has the recipe's."""
     folder = recipe.paths.draft(name)
     is_same = checkpoint.read_config(folder).train_hash == train_hash(recipe, name)
-    return "" if is_same else settings_said(recorded(folder), recipe, training_keys(recipe, name))
+    return "" if is_same else describe_settings(read_recorded(folder), recipe, training_keys(recipe, name))
 
 
 def require_resumable(recipe: Recipe, name: str) -> None:
     """Raise PipelineError where a draft's resume state has other settings."""
     folder, state = recipe.paths.resume(name), _resume_state(recipe, name)
     if state and state.get("train_hash") != train_hash(recipe, name):
-        changed_settings = settings_said(recorded(folder), recipe, training_keys(recipe, name))
+        changed_settings = describe_settings(read_recorded(folder), recipe, training_keys(recipe, name))
         raise PipelineError(
             f"{folder} holds the resume state of a run with other settings: {changed_settings}. Use the recipe it was "
             "started with, or another output folder"

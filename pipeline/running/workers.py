@@ -39,7 +39,7 @@ from pipeline.running.cores import check_process_count, set_worker_niceness
 from pipeline.running.crew import (
     FORWARDED_VARIABLES,
     NO_GPUS,
-    NOT_YET,
+    NO_TASK_YET,
     Crew,
     Heartbeat,
     RetryPolicy,
@@ -113,7 +113,7 @@ class _Member:
     beat: Beat = Beat()
 
 
-class Pool:
+class WorkerPool:
     """Iterate over `results(tasks)`: Ray starts with the first task and is shut down after the last."""
 
     def __init__(
@@ -138,7 +138,7 @@ class Pool:
         """Yield (task, record) as tasks finish, in any order. A source that yields NOT_YET is asked again at each poll.
         Each poll of the workers calls `watch`. Raise PipelineError; finished tasks stay finished.
         """
-        task = next((task for task in tasks if task is not NOT_YET), None)
+        task = next((task for task in tasks if task is not NO_TASK_YET), None)
         if task is None:
             return
         watch(0, "starting Ray")
@@ -159,12 +159,12 @@ class Pool:
         self._members = [self._spawn() for _ in range(self._crew.workers)]
         while task is not None or any(member.task for member in self._members):
             for member in self._members:
-                if task not in (None, NOT_YET) and member.reference is None:
+                if task not in (None, NO_TASK_YET) and member.reference is None:
                     member.task, member.reference = task, member.actor.work.remote(task)
                     member.since, task = self._clock(), self._next_task(tasks)
             yield from self._collect()
             self._check_hangs(watch)
-            task = self._next_task(tasks) if task in (None, NOT_YET) else task
+            task = self._next_task(tasks) if task in (None, NO_TASK_YET) else task
         if waiting := sum(member.reference is not None for member in self._members):
             log.warning("%d of %d workers never had room", waiting, len(self._members))
 

@@ -15,7 +15,7 @@ from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import revision
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, write_text
-from pipeline.drafts import DRAFTS, kind_of
+from pipeline.drafts import DRAFTS, kind_key
 
 FOLDER, ENTRY, REQUIREMENTS = checkpoint.CODE, "generate.py", "requirements.txt"
 DECODE_MODULE = "pipeline.serving.drop_in"
@@ -57,8 +57,8 @@ def generate(model, **arguments):
 def bundle(release: Path) -> None:
     """Write `custom_generate/` for the checkpoint in a release folder."""
     saved = checkpoint.read_config(release)
-    draft: Any = DRAFTS[kind_of(saved.config)][1]
-    secondary: list[tuple[str, Any]] = [(name, DRAFTS[kind_of(config)][1]) for name, config in saved.secondary.items()]
+    draft: Any = DRAFTS[kind_key(saved.config)][1]
+    secondary: list[tuple[str, Any]] = [(name, DRAFTS[kind_key(config)][1]) for name, config in saved.secondary.items()]
     class_names: dict[str, set[str]] = {DECODE_MODULE: {"Released", "decode"}}
     for kind in [draft, *dict(secondary).values(), *_collect_classes([saved.config, saved.method, saved.secondary])]:
         class_names.setdefault(kind.__module__, set()).add(kind.__name__)

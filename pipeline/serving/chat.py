@@ -5,14 +5,14 @@ python -m pipeline chat RECIPE-or-RELEASE [--plain]
 
 import sys
 
-from pipeline.lm.chat import as_message
-from pipeline.serving.load import GeneratedAnswer, Loaded
+from pipeline.lm.chat import parse_answer
+from pipeline.serving.load import GeneratedAnswer, LoadedRelease
 
 GREEN, GREY, OFF = "\033[30;48;5;151m", "\033[90m", "\033[0m"
 END = ("", "/quit")
 
 
-def chat(loaded: Loaded, max_new_tokens: int, temperature: float, compare_plain: bool) -> None:
+def chat(loaded: LoadedRelease, max_new_tokens: int, temperature: float, compare_plain: bool) -> None:
     """Answer questions until one is empty. `compare_plain`: every answer is decoded without the draft, too."""
     colours, messages = sys.stdout.isatty(), []
     print(f"Coloured: guessed by the draft. An empty line ends the chat. temperature {temperature:g}")
@@ -35,7 +35,7 @@ def chat(loaded: Loaded, max_new_tokens: int, temperature: float, compare_plain:
             comparison = "the same tokens" if plain_answer.tokens == answer.tokens else "OTHER tokens"
             print(f"; plain decoding {plain_answer.tokens_per_second:.1f} tokens/s, {comparison}", end="")
         print(OFF if colours else "")
-        messages.append(as_message(loaded.target.tokenizer, answer.tokens))
+        messages.append(parse_answer(loaded.target.tokenizer, answer.tokens))
 
 
 def format_footer(answer: GeneratedAnswer) -> str:
@@ -48,7 +48,7 @@ class TokenPrinter:
     prints nothing, but takes as long.
     """
 
-    def __init__(self, loaded: Loaded, colour: str | None):
+    def __init__(self, loaded: LoadedRelease, colour: str | None):
         self._tokenizer, self._colour = loaded.target.tokenizer, colour
         self._tokens: list[int] = []
         self._shown = ""

@@ -21,9 +21,9 @@ from transformers.utils import cached_file
 
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import LoadedMethod
-from pipeline.decoding.generate import Sampling, prefill, speculative
+from pipeline.decoding.generate import Sampling, decode_speculative, prefill
 from pipeline.drafts.parts.module import TrainedDraft
-from pipeline.lm.attention import require_tree_attention, use_masks
+from pipeline.lm.attention import require_tree_attention, use_masked_attention
 from pipeline.lm.verifier import Verifier
 
 OPEN_DRAFTS = "_opened_drafts"  # attribute of the model
@@ -106,7 +106,7 @@ def decode(model: Any, released: Released, **arguments: Any) -> Any:
         listener = _Listener(ids, _criteria(config, criteria, tokenizer), streamer)
         positions = min(sampling.max_new_tokens + method.room(False), INITIAL_POSITIONS)
         prefilled = prefill(verifier, text, positions, method.draft.needs.auxiliary)
-        answer = speculative(verifier, method, text, sampling, prefilled=prefilled, on_tokens=listener)
+        answer = decode_speculative(verifier, method, text, sampling, prefilled=prefilled, on_tokens=listener)
     finally:
         verifier.unhook()
         if model.config._attn_implementation != attention:
@@ -255,7 +255,7 @@ def _open(model: Any, released: Released, release_name: str, hub: dict[str, Any]
         require_tree_attention(model.config, name)
         opened = OpenDrafts(Verifier(model, model.config.get_text_config(), name))
         setattr(model, OPEN_DRAFTS, opened)
-    use_masks(model)
+    use_masked_attention(model)
     verifier = opened.verifier
     assert verifier is not None
     if released not in opened.methods:

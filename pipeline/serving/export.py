@@ -25,9 +25,9 @@ from torch import Tensor
 from pipeline.artifacts import checkpoint
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json, write_json
-from pipeline.drafts import DRAFTS, DraftConfig, kind_of
-from pipeline.drafts.parts.names import GPT_OSS, Export, Form, Names
-from pipeline.lm.model import source
+from pipeline.drafts import DRAFTS, DraftConfig, kind_key
+from pipeline.drafts.parts.names import GPT_OSS, Export, FileFormat, Names
+from pipeline.lm.model import locate_target
 from pipeline.serving.load import target_of
 
 GGUF, DRAFT_GGUF = "gguf", "draft.gguf"
@@ -68,7 +68,7 @@ def export(
     return [f"{engine}: {out}", *_launch(saved, engine, out)]
 
 
-def tried(release: Path) -> dict[str, list[str]]:
+def list_tested_engines(release: Path) -> dict[str, list[str]]:
     """Return, for each engine that loads this draft and was tested with one of its kind, the commands to serve it."""
     saved, out, commands = checkpoint.read_config(release), Path("exported"), {}
     for engine, version in TESTED_VERSIONS.items():
@@ -83,14 +83,14 @@ def tried(release: Path) -> dict[str, list[str]]:
     return commands
 
 
-def method_of(config: DraftConfig) -> dict[str, Any]:
+def vllm_method(config: DraftConfig) -> dict[str, Any]:
     """Return the fields of vLLM's speculative config, without the draft's folder and the number of draft tokens."""
-    return dict(DRAFTS[kind_of(config)].names.method)
+    return dict(DRAFTS[kind_key(config)].names.method)
 
 
-def _form_of(config: DraftConfig, engine: str) -> tuple[Names, Form]:
+def _form_of(config: DraftConfig, engine: str) -> tuple[Names, FileFormat]:
     """Return the names and the form. Raise PipelineError where the engine has no such draft, or not these settings."""
-    kind = kind_of(config)
+    kind = kind_key(config)
     names = DRAFTS[kind].names
     engines = [name for name, form in names.forms.items() if form.architecture]
     if engine not in engines:
@@ -98,14 +98,14 @@ def _form_of(config: DraftConfig, engine: str) -> tuple[Names, Form]:
         remedy = "its generate() takes the release (custom_generate)" if engine == TRANSFORMERS else remedy
         raise PipelineError(f"{engine} cannot load drafts of kind {kind}: {remedy}")
     form = names.forms[engine]
-    for key, words in form.lacks.items():
+    for key, words in form.unsupported.items():
         if (value := getattr(config, key)) != getattr(type(config), key):
             raise PipelineError(f"{key}={value}: {words or f'{engine} has no such draft; export to vllm'}")
     return names, form
 
 
 def _convert_draft(
-    release: Path, saved: checkpoint.Saved, engine: str, target: str | None
+    release: Path, saved: checkpoint.CheckpointConfig, engine: str, target: str | None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config.json and the weights. Raise PipelineError for a draft that the engine cannot load."""
     draft = checkpoint.load(release, saved.target["fingerprint"])
@@ -127,7 +127,7 @@ def _family(target: str | None, name: str) -> str:
 
 def _target_folder(release: Path, target: str | None) -> Path:
     """Return the folder with the target's config and tokenizer."""
-    folder = Path(source(target_of(release, target)).name)
+    folder = Path(locate_target(target_of(release, target)).name)
     if not (folder / "config.json").is_file():
         raise PipelineError(f"the target is {folder}, which is no folder on this machine: name its folder in --target")
     return folder
@@ -156,12 +156,12 @@ def convert(llama_cpp: Path, model: Path, out: Path, target: Path | None = None,
 # -- launch lines -----------------------------------------------------------------------------------------------------
 
 
-def speculation(method: dict[str, Any], draft: Path, guesses: int) -> str:
+def format_speculative_config(method: dict[str, Any], draft: Path, guesses: int) -> str:
     """Return vLLM's `--speculative-config` as JSON."""
     return json.dumps({**method, "model": str(draft), "num_speculative_tokens": guesses})
 
 
-LAUNCH = {
+LAUNCH_COMMANDS = {
     "vllm": "vllm serve TARGET --speculative-config {config}",
     "sglang": (
         "python -m sglang.launch_server --model-path TARGET --speculative-algorithm {algorithm} "
@@ -176,15 +176,15 @@ LAUNCH = {
 }
 
 
-def _launch(saved: checkpoint.Saved, engine: str, out: Path) -> list[str]:
+def _launch(saved: checkpoint.CheckpointConfig, engine: str, out: Path) -> list[str]:
     names, form = _form_of(saved.config, engine)
     install = [f"pip install {form.plug_in}    # once, into vLLM's environment"] if form.plug_in else []
     guesses = saved.config.levels if names.is_block else saved.tree.depth  # type: ignore[attr-defined]
-    line = LAUNCH[engine].format(
+    line = LAUNCH_COMMANDS[engine].format(
         out=shlex.quote(str(out)),
         folder=repr(str(out)),
         gguf=shlex.quote(str(out / DRAFT_GGUF)),
-        config=shlex.quote(speculation(method_of(saved.config), out, guesses)),
+        config=shlex.quote(format_speculative_config(vllm_method(saved.config), out, guesses)),
         algorithm=names.method["method"].upper(),
         chain="" if names.is_block else f"--speculative-num-steps {guesses} --speculative-eagle-topk 1 ",
         tokens=guesses + 1,

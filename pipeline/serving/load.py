@@ -8,11 +8,11 @@ from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_sealed
-from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.generate import Sampling, decode_plain, decode_speculative
 from pipeline.lm.chat import Messages, prompt_ids
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target, fingerprint
-from pipeline.recipe.untrusted import Decoding, parse_untrusted
+from pipeline.recipe.untrusted import DecodingRecipe, parse_untrusted
 
 OnTokens = Callable[[list[int]], None]  # called with the tokens of each round
 
@@ -33,7 +33,7 @@ class GeneratedAnswer:
         return (len(self.tokens) - 1) / self.seconds if self.seconds > 0 else 0.0
 
 
-class Loaded:
+class LoadedRelease:
     """A draft on its target."""
 
     def __init__(self, folder: Path, config: TargetConfig, dtype: str):
@@ -45,7 +45,7 @@ class Loaded:
         self.target = Target(config, dtype)
         draft.to(self.target.device, self.target.dtype)
         draft.bind(self.target.embed_head(target_fingerprint))
-        self.method = checkpoint.read_config(folder).loaded(draft)
+        self.method = checkpoint.read_config(folder).load_method(draft)
 
     def generate(
         self,
@@ -71,9 +71,9 @@ class Loaded:
             on_tokens(new)
 
         if plainly:
-            result = plain(self.target, ids, sampling, on_tokens=listen)
+            result = decode_plain(self.target, ids, sampling, on_tokens=listen)
         else:
-            result = speculative(self.target, self.method, ids, sampling, on_tokens=listen)
+            result = decode_speculative(self.target, self.method, ids, sampling, on_tokens=listen)
         tau = result.acceptance.tau if result.acceptance.passes else 1.0
         text = tokenizer.decode(result.tokens, skip_special_tokens=True)
         return GeneratedAnswer(text, result.tokens, result.depths, tau, result.seconds)
@@ -85,7 +85,7 @@ def load(
     dtype: str | None = None,
     device: str = "auto",
     trust_remote_code: bool = False,
-) -> Loaded:
+) -> LoadedRelease:
     """Load a release (its folder) on its target, in the dtype that it was measured in unless another is given.
 
     `target`: folder or Hub id, where the release does not know it. Raise PipelineError.
@@ -93,7 +93,7 @@ def load(
     folder = Path(folder).expanduser()
     require_release(folder)
     config = target_of(folder, target, device, trust_remote_code)
-    return Loaded(folder, config, dtype or _read_decoding(folder).eval.dtype)
+    return LoadedRelease(folder, config, dtype or _read_decoding(folder).eval.dtype)
 
 
 def require_release(folder: Path, recipe: str | None = None) -> None:
@@ -132,6 +132,6 @@ def target_of(
     return released.config(target or released.model, template, device, trust_remote_code)
 
 
-def _read_decoding(folder: Path) -> Decoding:
+def _read_decoding(folder: Path) -> DecodingRecipe:
     remedy = "Download the release again"
-    return parse_untrusted(Decoding, read_sealed(folder / RECIPE, remedy), folder / RECIPE, remedy)
+    return parse_untrusted(DecodingRecipe, read_sealed(folder / RECIPE, remedy), folder / RECIPE, remedy)

@@ -13,7 +13,7 @@ from pipeline.decoding.generate import Sampling
 from pipeline.features.engines import open_source
 from pipeline.features.schema import FeatureSpec
 from pipeline.features.shards import ANSWERS, SPLITS, FeatureStore, Manifest
-from pipeline.features.source import Answer, FeatureSource, Prompt
+from pipeline.features.source import Answer, FeatureSource, GenerationPrompt
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.embedding_head import LMHead
 from pipeline.lm.model import load_embed_head
@@ -51,7 +51,7 @@ class StateDifference:
     tokens: int
 
 
-def off(got_TSD: torch.Tensor, expected_TSD: torch.Tensor, head: LMHead) -> StateDifference:
+def compare_states(got_TSD: torch.Tensor, expected_TSD: torch.Tensor, head: LMHead) -> StateDifference:
     """Return the difference of a row's states from the expected ones."""
     got_TSD, expected_TSD = got_TSD.float().cpu(), expected_TSD.float().cpu()
     error_TSD, dtype = got_TSD - expected_TSD, head.linear.weight.dtype
@@ -77,7 +77,7 @@ def compare_rows(
         valid = slice(-1 if one_pass else None)
         stored = [row.hidden_TD[:, None]] + ([] if row.auxiliary_TKD is None else [row.auxiliary_TKD])
         fresh_TSD = next(source.states([row.input_ids]))
-        differences[row.doc_id] = off(torch.cat(stored, 1)[valid], fresh_TSD[valid], head)
+        differences[row.doc_id] = compare_states(torch.cat(stored, 1)[valid], fresh_TSD[valid], head)
     return differences
 
 
@@ -98,11 +98,11 @@ def require_matching_states(source: FeatureSource, sample: Sample, target: Targe
     head = load_embed_head(target).head
     texts = [text for text, _ in sample]
     states = zip(source.states(texts), (expected_TSD for _, expected_TSD in sample), strict=True)
-    differences = [off(got_TSD, expected_TSD, head) for got_TSD, expected_TSD in states]
+    differences = [compare_states(got_TSD, expected_TSD, head) for got_TSD, expected_TSD in states]
     worst = _require_near(source, differences, target.model, "transformers")
     if source.one_pass:
         answers = source.answers(
-            [Prompt(text) for text in texts], Sampling(ANSWER_TOKENS, source.stop_ids), capture=True
+            [GenerationPrompt(text) for text in texts], Sampling(ANSWER_TOKENS, source.stop_ids), capture=True
         )
         differences = [_compare_answer(source, text, answer, head) for text, answer in zip(texts, answers, strict=True)]
         _require_near(source, differences, f"{target.model} while it answers", "its own forward of the full text")
@@ -151,7 +151,7 @@ def _compare_answer(source: FeatureSource, text: list[int], answer: Answer, head
             f"{expected} ({decode([expected])!r}), the likeliest in its own forward of the full text. Use another "
             "version of the engine"
         )
-    return off(answer.states_TSD[:-1], forward_TSD[:-1], head)
+    return compare_states(answer.states_TSD[:-1], forward_TSD[:-1], head)
 
 
 def compare(

@@ -21,15 +21,15 @@ from pipeline.artifacts.features import (
     Find,
     answers_hash,
     feature_spec,
+    open_store,
     recorded_in_store,
     require_dump_of,
-    store_of,
 )
-from pipeline.artifacts.provenance import PROVENANCE, RECIPE, recorded, write_own_recipe, write_provenance
+from pipeline.artifacts.provenance import PROVENANCE, RECIPE, read_recorded, write_own_recipe, write_provenance
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import exclusive, sha256, write_text
+from pipeline.basics.files import lock_folder, sha256, write_text
 from pipeline.basics.progress import Progress
-from pipeline.features.engines.vllm import python_of, version_of
+from pipeline.features.engines.vllm import python_of, require_version
 from pipeline.features.schema import FeatureSpec, text_schema
 from pipeline.features.shards import (
     ANSWERS,
@@ -40,20 +40,20 @@ from pipeline.features.shards import (
     Manifest,
     Record,
     ShardRecord,
-    damage,
-    damages,
-    prompts_damage,
+    find_all_damage,
+    find_damage,
+    find_prompts_damage,
     shard_name,
     text_name,
 )
 from pipeline.features.store import Store
-from pipeline.features.text import arrow_file, record_of, text_batch
+from pipeline.features.text import arrow_file, make_record, text_batch
 from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.identity import dump_hash
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.crew import Heartbeat
 from preprocess.dump.compare import compute_sample
-from preprocess.dump.plan import Plan
+from preprocess.dump.plan import DumpPlan
 from preprocess.dump.pool import run_tasks
 from preprocess.dump.report import (
     REJECTED,
@@ -74,8 +74,8 @@ def dump(recipe: Recipe) -> list[str]:
     """Run or continue the dump; return the lines of its report. Raise PipelineError."""
     folder = recipe.paths.features
     require_permanent_output(folder)
-    with exclusive(folder, "dump"):
-        store = store_of(recipe)
+    with lock_folder(folder, "dump"):
+        store = open_store(recipe)
         manifest = _resume(recipe, folder, store)
         if recipe.features.keep == "all" and manifest.fed:
             manifest.complete = False
@@ -113,7 +113,7 @@ def _resume(recipe: Recipe, folder: Path, store: Store | None) -> Manifest:
     """
     sizes = {} if store is None else store.sizes()
     manifest = Manifest.load(folder) if (folder / MANIFEST).exists() else Manifest(feature_spec(recipe))
-    require_same_dump(recipe, manifest.spec, partial(recorded, folder), folder)
+    require_same_dump(recipe, manifest.spec, partial(read_recorded, folder), folder)
     if store is not None and MANIFEST in sizes:
         manifest = store.manifest()
         require_same_dump(recipe, manifest.spec, partial(recorded_in_store, store), store.name)
@@ -125,7 +125,7 @@ def _resume(recipe: Recipe, folder: Path, store: Store | None) -> Manifest:
         manifest.answers, manifest.answers_hash, manifest.complete = [], answers, False
     damaged = _find_damaged(folder, manifest, store, sizes)
     published = store is None or MANIFEST in sizes
-    if damaged or prompts_damage(folder, manifest) or not published:
+    if damaged or find_prompts_damage(folder, manifest) or not published:
         manifest.complete = False  # saved with the first shard that is written again
     if not manifest.complete:
         manifest.text = {}  # written with the plan, which is made again
@@ -154,7 +154,7 @@ def _find_damaged(folder: Path, manifest: Manifest, store: Store | None, sizes: 
     files, damaged = manifest.files, set()
     with Progress("verify shards", len(files), "files", quiet=not files) as progress:
         if store is None:
-            intact = (reason is None for reason in damages(folder, files))
+            intact = (reason is None for reason in find_all_damage(folder, files))
         else:
             intact = (_is_stored(folder, record, store, sizes) for record in files)
         for record, is_intact in zip(files, intact, strict=True):
@@ -168,7 +168,7 @@ def _is_stored(folder: Path, record: Record, store: Store, sizes: dict[str, int]
     """Return whether the store has the file. A file that an earlier run left intact on disk is moved there."""
     if sizes.get(record.name) == record.bytes:
         return True
-    if damage(folder, record) is not None:
+    if find_damage(folder, record) is not None:
         return False
     _move_to_store(folder / record.name, store)
     return True
@@ -216,7 +216,7 @@ class _ManifestWriter:
 
 
 def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) -> None:
-    plan, writer = Plan(recipe, load_tokenizer(recipe.target)), _ManifestWriter(manifest, folder, store)
+    plan, writer = DumpPlan(recipe, load_tokenizer(recipe.target)), _ManifestWriter(manifest, folder, store)
     write_provenance(folder, recipe)
     write_own_recipe(folder, recipe)
     factory, sets = worker_factory(recipe, folder, manifest.spec), _sets_to_store(recipe)
@@ -232,7 +232,7 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
         for record in run_tasks(recipe, factory, tasks, "features.batch_tokens", progress, attrgetter("tokens")):
             writer.add(record)
         _require_accounted(recipe, plan, manifest)  # an error leaves the earlier tables in place
-    manifest.text = {split: record_of(folder / text_name(split)) for split in tables}
+    manifest.text = {split: make_record(folder / text_name(split)) for split in tables}
     rejected = [*plan.rejected, *(pair for shard in manifest.shards for pair in shard.rejected.items())]
     write_rejected(folder, rejected)
     if store is not None:
@@ -244,7 +244,7 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
     for name in (REJECTED, HELDOUT_PROMPTS, RECIPE, PROVENANCE):
         writer.publish(name)
     manifest.complete, manifest.prompts_sha256 = True, sha256(folder / HELDOUT_PROMPTS)
-    manifest.fed = "train" not in sets and manifest.lacks("train") > 0  # False where an earlier dump kept all
+    manifest.fed = "train" not in sets and manifest.missing_rows("train") > 0  # False where an earlier dump kept all
     writer.save()
 
 
@@ -263,7 +263,7 @@ def worker_factory(recipe: Recipe, folder: Path, spec: FeatureSpec) -> Callable[
             "target.engine='server' gives answers, no hidden states: dump with target.engine='vllm' or 'transformers'"
         )
     if recipe.target.engine != "transformers":
-        version_of(python_of(recipe.target))
+        require_version(python_of(recipe.target))
         sample = compute_sample(recipe.target, spec.auxiliary_numbers)
     return partial(FeatureWorker, recipe, folder.resolve(), spec, sample=sample)
 
@@ -279,7 +279,7 @@ def remove_unlisted(folder: Path, manifest: Manifest, store: Store | None) -> No
             path.unlink()
 
 
-def _require_accounted(recipe: Recipe, plan: Plan, manifest: Manifest) -> None:
+def _require_accounted(recipe: Recipe, plan: DumpPlan, manifest: Manifest) -> None:
     """Set the manifest's accounting. Raise PipelineError where records are unaccounted for or a split has no rows."""
     shards = manifest.shards
     if "train" not in _sets_to_store(recipe):  # the feeder raises an error for rejected texts
@@ -303,7 +303,11 @@ def _require_accounted(recipe: Recipe, plan: Plan, manifest: Manifest) -> None:
 
 
 def _tasks(
-    recipe: Recipe, plan: Plan, manifest: Manifest, tables: dict[str, pa.ipc.RecordBatchFileWriter], progress: Progress
+    recipe: Recipe,
+    plan: DumpPlan,
+    manifest: Manifest,
+    tables: dict[str, pa.ipc.RecordBatchFileWriter],
+    progress: Progress,
 ) -> Iterator[ShardTask]:
     """Yield the tasks whose shards are not finished. Every dialogue of the plan goes into its table, so every run
     writes the table again: the same bytes as long as the source and the settings are the same. Dialogues that the

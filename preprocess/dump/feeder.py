@@ -1,7 +1,7 @@
 """The feeder of a running training: it makes the train shards that training requests next, and removes read ones.
 
-The requests are in a file that training's rank 0 writes (`pipeline.artifacts.features.Wanted`). A shard is a function
-of the text table and its number, so one that is requested again is made again, byte for byte.
+The requests are in a file that training's rank 0 writes (`pipeline.artifacts.features.ShardRequest`). A shard is a
+function of the text table and its number, so one that is requested again is made again, byte for byte.
 
 Shards lie in the run's folder or in the recipe's store; the run's manifest lists them in either case, and the store's
 manifest lists only permanent files.
@@ -16,19 +16,19 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
-from pipeline.artifacts.features import read_wanted, store_of, wanted_file
-from pipeline.artifacts.provenance import recorded
+from pipeline.artifacts.features import open_store, read_shard_request, shard_request_file
+from pipeline.artifacts.provenance import read_recorded
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import exclusive
+from pipeline.basics.files import lock_folder
 from pipeline.basics.progress import Progress
-from pipeline.features.shards import Manifest, ShardRecord, damage, damages
+from pipeline.features.shards import Manifest, ShardRecord, find_all_damage, find_damage
 from pipeline.features.text import TextTable
 from pipeline.recipe.recipe import Recipe
-from pipeline.running.crew import NOT_YET
+from pipeline.running.crew import NO_TASK_YET
 from preprocess.dump.driver import remove_unlisted, require_permanent_output, require_same_dump, worker_factory
 from preprocess.dump.pool import run_tasks
 from preprocess.dump.task import ShardTask
-from preprocess.dump.worker import Document
+from preprocess.dump.worker import EncodedDocument
 
 POLL_SECONDS = 0.05  # between two reads of the request file
 
@@ -39,9 +39,9 @@ def feed(recipe: Recipe) -> list[str]:
     """
     folder = recipe.paths.features
     require_permanent_output(folder)
-    with exclusive(folder, "dump"):
+    with lock_folder(folder, "dump"):
         manifest = Manifest.load(folder)
-        require_same_dump(recipe, manifest.spec, partial(recorded, folder), folder)
+        require_same_dump(recipe, manifest.spec, partial(read_recorded, folder), folder)
         manifest.require_complete(folder)
         return _Feeder(recipe, folder, manifest).run()
 
@@ -57,9 +57,9 @@ def _require_none_rejected(record: ShardRecord) -> None:
 class _Feeder:
     def __init__(self, recipe: Recipe, folder: Path, manifest: Manifest):
         self._recipe, self._folder, self._manifest = recipe, folder, manifest
-        self._store = store_of(recipe)
+        self._store = open_store(recipe)
         for table in manifest.text.values() if self._store is not None else ():
-            if damage(folder, table):
+            if find_damage(folder, table):
                 self._store.get(table.name, folder, table.sha256)
         self._texts = TextTable.open(folder, manifest.text_of("train"), manifest.spec)
         self._in_progress = set[int]()
@@ -70,7 +70,9 @@ class _Feeder:
     def run(self) -> list[str]:
         shards = self._manifest.of("train")
         if self._store is None:
-            broken = [shard for shard, reason in zip(shards, damages(self._folder, shards), strict=True) if reason]
+            broken = [
+                shard for shard, reason in zip(shards, find_all_damage(self._folder, shards), strict=True) if reason
+            ]
         else:  # the store is not read in full: shards that a killed feeder left there are made again
             broken = shards if self._manifest.fed else []
         if broken and not self._manifest.fed:
@@ -94,7 +96,7 @@ class _Feeder:
                 self._finished += 1
                 self._tokens += record.tokens
         self._remove(self._available)
-        wanted_file(self._recipe).unlink(missing_ok=True)
+        shard_request_file(self._recipe).unlink(missing_ok=True)
         return [f"{self._finished} train shards made, {len(self._available) or 'none'} left{self._describe_waiting()}"]
 
     def _add_idle_time(self) -> None:
@@ -117,7 +119,7 @@ class _Feeder:
 
     def _tasks(self) -> Iterator[ShardTask]:
         """Yield the next task once there is room, else NOT_YET, until training requests no more."""
-        while (request := read_wanted(self._recipe)) is None or request.shards:
+        while (request := read_shard_request(self._recipe)) is None or request.shards:
             if request is not None:
                 surplus, index = request.next(self._available, self._in_progress)
                 self._remove(surplus)
@@ -127,13 +129,13 @@ class _Feeder:
                     yield self._make_task(index)
                     continue
             time.sleep(POLL_SECONDS)
-            yield NOT_YET
+            yield NO_TASK_YET
 
     def _make_task(self, index: int) -> ShardTask:
         """Return the task of a shard, as the plan made it."""
         size, texts = self._recipe.features.rows_per_shard, self._texts
         rows = range(index * size, min((index + 1) * size, len(texts)))
-        return ShardTask("train", index, [Document(texts.doc_id(n), texts.ids(n), texts.mask(n)) for n in rows])
+        return ShardTask("train", index, [EncodedDocument(texts.doc_id(n), texts.ids(n), texts.mask(n)) for n in rows])
 
     def _remove(self, indices: set[int]) -> None:
         removed = [record for record in self._manifest.of("train") if record.index in indices]

@@ -18,9 +18,9 @@ from torch import Tensor
 from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.decoding.generate import Sampling, repeats_itself
 from pipeline.features.engines import open_source
-from pipeline.features.source import Answer, FeatureSource, Prompt
-from pipeline.lm.chat import Messages, Unusable, as_message, cut_in_thoughts, prompt_ids
-from pipeline.lm.template import with_keywords
+from pipeline.features.source import Answer, FeatureSource, GenerationPrompt
+from pipeline.lm.chat import Messages, Unusable, is_cut_in_thoughts, parse_answer, prompt_ids
+from pipeline.lm.template import bind_keywords
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.crew import Heartbeat
 from preprocess.dump.task import ActiveWork, ShardTask, map_ahead, no_heartbeat, set_threads
@@ -134,7 +134,7 @@ class Interview:
         return conversations
 
     def _begin(self, dialogue: Dialogue) -> AnsweredDialogue:
-        tokenizer, keywords = with_keywords(self._source.tokenizer, dialogue.keywords)
+        tokenizer, keywords = bind_keywords(self._source.tokenizer, dialogue.keywords)
         messages, edits = accepted_messages(tokenizer, dialogue)
         system = messages[:1] if messages[0]["role"] == "system" else []
         questions = [message["content"] for message in messages if message["role"] == "user"]
@@ -146,7 +146,7 @@ class Interview:
         """Return the next question's prompt; None where it cannot be asked, which ends the conversation."""
         messages = [*conversation.messages, {"role": "user", "content": conversation.questions[0]}]
         try:
-            tokenizer, _ = with_keywords(self._source.tokenizer, conversation.keywords)
+            tokenizer, _ = bind_keywords(self._source.tokenizer, conversation.keywords)
             prompt = prompt_ids(tokenizer, messages, conversation.tools)
         except Unusable as reason:
             conversation.end = str(reason)
@@ -158,7 +158,7 @@ class Interview:
 
     def _answers(self, batch: list[tuple[list[int], AnsweredDialogue]], capture: bool) -> list[Answer]:
         """Return the answer of each row; without tokens where the target's logits are not finite."""
-        prompts = [Prompt(tokens, self._seed(conversation)) for tokens, conversation in batch]
+        prompts = [GenerationPrompt(tokens, self._seed(conversation)) for tokens, conversation in batch]
         with self._active_work.on(tuple(conversation.doc_id for _, conversation in batch)):
             try:
                 return list(
@@ -184,10 +184,10 @@ class Interview:
             return
         conversation.tokens += len(tokens)
         stopped = tokens[-1] in self._source.stop_ids
-        message = as_message(self._source.tokenizer, tokens)
+        message = parse_answer(self._source.tokenizer, tokens)
         if not stopped:
             message["content"] = message["content"].rstrip("\ufffd")  # half of a character
-        if not stopped and cut_in_thoughts(self._source.tokenizer, message):
+        if not stopped and is_cut_in_thoughts(self._source.tokenizer, message):
             conversation.end = "cut_in_thoughts"
         elif not message["content"].strip():
             conversation.end = "empty_answer"

@@ -29,7 +29,7 @@ from pipeline.running.children import end_with_parent, ignore_sigint_in_children
 from pipeline.running.cores import check_process_count
 from preprocess.dump.interview import skip_reason
 from preprocess.dump.task import ShardTask
-from preprocess.dump.worker import FURTHER_SEQUENCES, Document
+from preprocess.dump.worker import FURTHER_SEQUENCES, EncodedDocument
 from preprocess.sources.dialogues import Dialogue
 from preprocess.sources.groups import held_out, question_key
 from preprocess.sources.intake import Intake
@@ -61,7 +61,7 @@ def _encode_in_process(dialogue: Dialogue, data: DataConfig) -> Encoded:
 
 
 @dataclass
-class Plan:
+class DumpPlan:
     """A plan reads the source once, yields shard tasks, and accounts for every record."""
 
     recipe: Recipe
@@ -71,8 +71,10 @@ class Plan:
     skipped: Counter = field(default_factory=Counter)
     accepted: Counter = field(default_factory=Counter)  # by split
     prompts: list[dict] = field(default_factory=list)
-    calibration: list[Document] = field(default_factory=list)  # prompts that the target answers for training
-    _open_tasks: dict[str, list[Document | Dialogue]] = field(default_factory=lambda: {split: [] for split in SPLITS})
+    calibration: list[EncodedDocument] = field(default_factory=list)  # prompts that the target answers for training
+    _open_tasks: dict[str, list[EncodedDocument | Dialogue]] = field(
+        default_factory=lambda: {split: [] for split in SPLITS}
+    )
     _indices: Counter = field(default_factory=Counter)
     tokens: Counter = field(default_factory=Counter)  # by split, so far; the last dialogue may go beyond max_tokens
     _is_read: bool = False  # True once the whole source is read
@@ -135,7 +137,7 @@ class Plan:
                     continue
                 self._open_tasks[split].append(document)
                 self.accepted[split] += 1
-                if isinstance(document, Document):
+                if isinstance(document, EncodedDocument):
                     self.tokens[split] += len(document.input_ids)
                 if len(self._open_tasks[split]) == self.recipe.features.rows_per_shard:
                     yield self._finish_task(split)
@@ -175,7 +177,9 @@ class Plan:
     def _split_of(self, dialogue: Dialogue) -> str:
         return "validation" if held_out(dialogue.group, self.recipe.data.heldout_fraction) else "train"
 
-    def _assign(self, dialogue: Dialogue, encode: Callable[[], Encoded]) -> tuple[str, list[Document | Dialogue]]:
+    def _assign(
+        self, dialogue: Dialogue, encode: Callable[[], Encoded]
+    ) -> tuple[str, list[EncodedDocument | Dialogue]]:
         """Return the dialogue's split and its documents: one, several (windows, one for each answer), or none when the
         split is full (counted as skipped). Where the target is to answer it, return the dialogue itself, or none where
         it cannot be asked.
@@ -197,7 +201,7 @@ class Plan:
         sequences, edits = encode()
         self.further += len(sequences) - 1
         self.edits.update([*dialogue.edits, *edits])
-        return split, [Document(doc_id, encoded.input_ids, encoded.loss_mask) for doc_id, encoded in sequences]
+        return split, [EncodedDocument(doc_id, encoded.input_ids, encoded.loss_mask) for doc_id, encoded in sequences]
 
     def _is_full(self, split: str) -> bool:
         data = self.recipe.data
@@ -225,7 +229,7 @@ class Plan:
                 self._prompt_keys.add(question_key(question))
         elif len(ids) + self.recipe.features.answer_tokens <= data.max_length:
             mask = np.zeros(len(ids), np.uint8)
-            self.calibration.append(Document(dialogue.doc_id, np.array(ids, np.int32), mask))
+            self.calibration.append(EncodedDocument(dialogue.doc_id, np.array(ids, np.int32), mask))
             self._prompt_keys.add(question_key(question))
 
     def _finish_task(self, split: str) -> ShardTask:

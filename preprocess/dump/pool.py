@@ -7,7 +7,7 @@ from typing import Any
 from pipeline.basics.progress import Progress
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.crew import Crew, Heartbeat, Worker
-from pipeline.running.workers import Pool
+from pipeline.running.workers import WorkerPool
 from preprocess.dump.task import ShardTask, next_try
 
 
@@ -40,7 +40,7 @@ def run_tasks(
         progress.reach(done + in_work, in_work, now=doing)
 
     progress.note("reading the source")
-    for _, record in Pool(dump_crew(recipe), make, partial(next_try, batch_key=batch_key)).results(tasks, watch):
+    for _, record in WorkerPool(dump_crew(recipe), make, partial(next_try, batch_key=batch_key)).results(tasks, watch):
         done += size(record)
         progress.reach(done)
         yield record

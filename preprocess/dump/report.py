@@ -75,7 +75,7 @@ def report_lines(recipe: Recipe, manifest: Manifest) -> list[str]:
         lines.append(
             f"split: {ungrouped} records have no group by data.group={recipe.data.group!r}: each is split by its id"
         )
-    if fed_rows := manifest.lacks("train"):
+    if fed_rows := manifest.missing_rows("train"):
         lines.append(f"train: states of {fed_rows} dialogues are made while training reads them")
     for split in SPLITS[bool(fed_rows) :]:
         rows, tokens, trained = (manifest.total(split, count) for count in ("rows", "tokens", "trained_tokens"))

@@ -14,7 +14,7 @@ import torch
 
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.recipe import Recipe
-from pipeline.running.cores import asked_threads
+from pipeline.running.cores import read_omp_threads
 from pipeline.running.crew import Heartbeat, WorkerFailure
 
 S, T = TypeVar("S"), TypeVar("T")
@@ -30,7 +30,7 @@ def set_threads(limit: int) -> None:
     """Set the number of threads that the calling thread computes with: `limit`, the recipe's cpus_per_worker, or the
     user's OMP_NUM_THREADS where that is less.
     """
-    torch.set_num_threads(min(limit, asked_threads() or limit))
+    torch.set_num_threads(min(limit, read_omp_threads() or limit))
 
 
 def map_ahead(make: Callable[[S], T], items: Iterable[S], threads: Executor, count: int) -> Iterator[tuple[S, T]]:
@@ -84,7 +84,7 @@ class ActiveWork:
             self._heartbeat(tuple(dict.fromkeys(doc_id for batch in self.now for doc_id in batch)), self.done)
 
 
-def in_flight(recipe: Recipe) -> int:
+def count_batches_in_flight(recipe: Recipe) -> int:
     """Return the number of batches that a worker forwards at a time: one for every GPU of a spread target, several for
     an engine, which batches requests by itself.
     """

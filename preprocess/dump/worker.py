@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pipeline.artifacts.features import store_of
+from pipeline.artifacts.features import open_store
 from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.decoding.generate import Sampling
-from pipeline.features.engines import identity_of, open_source
+from pipeline.features.engines import open_source, source_identity
 from pipeline.features.schema import FeatureSpec, StoredRow, row_dtype, stored_columns
 from pipeline.features.shards import ANSWERS, ShardRecord, shard_name, text_name, write_shard
-from pipeline.features.source import Answer, FeatureSource, Prompt
+from pipeline.features.source import Answer, FeatureSource, GenerationPrompt
 from pipeline.features.text import write_text_table
 from pipeline.lm.chat import Encoded, Unusable
 from pipeline.lm.config import BATCH_INVARIANT
@@ -25,7 +25,15 @@ from pipeline.recipe.recipe import Recipe
 from pipeline.running.crew import Heartbeat
 from preprocess.dump.compare import Sample, require_matching_states
 from preprocess.dump.interview import MAX_CONCURRENT_PROMPTS, NOT_ANSWERED, AnsweredDialogue, AnsweredPrompt, Interview
-from preprocess.dump.task import ActiveWork, ShardTask, in_flight, longest_first, map_ahead, no_heartbeat, set_threads
+from preprocess.dump.task import (
+    ActiveWork,
+    ShardTask,
+    count_batches_in_flight,
+    longest_first,
+    map_ahead,
+    no_heartbeat,
+    set_threads,
+)
 from preprocess.sources.dialogues import Dialogue
 from preprocess.sources.sequences import encode_sequences
 
@@ -34,7 +42,7 @@ FURTHER_SEQUENCES = "further_sequences"
 
 
 @dataclass(frozen=True)
-class Document:
+class EncodedDocument:
     """An encoded dialogue on its way to a worker."""
 
     doc_id: str
@@ -49,9 +57,9 @@ class Document:
         return f"{len(ids)}\0".encode() + ids.tobytes() + mask.tobytes()
 
 
-def length_sorted_batches(documents: list[Document], batch_tokens: int) -> Iterator[list[Document]]:
+def length_sorted_batches(documents: list[EncodedDocument], batch_tokens: int) -> Iterator[list[EncodedDocument]]:
     """Yield batches, longest first, of at most `batch_tokens` padded tokens (or one dialogue that is longer)."""
-    batch: list[Document] = []
+    batch: list[EncodedDocument] = []
     for document in longest_first(documents):
         if batch and len(batch[0].input_ids) * (len(batch) + 1) > batch_tokens:
             yield batch
@@ -89,11 +97,11 @@ class TaskResult:
     """Accepted texts and rejections of one task."""
 
     rejected: dict[str, str]
-    texts: list[Document] = field(default_factory=list)  # in the order of their rows
+    texts: list[EncodedDocument] = field(default_factory=list)  # in the order of their rows
     edits: Counter = field(default_factory=Counter)
 
 
-def align_to_target_tokens(doc_id: str, encoded: Encoded, answered: list[AnsweredPrompt]) -> Document | None:
+def align_to_target_tokens(doc_id: str, encoded: Encoded, answered: list[AnsweredPrompt]) -> EncodedDocument | None:
     """Return a dialogue's sequence cut to the tokens that the target read and generated, with their states where these
     were captured; None where the target read other tokens: the tokens of an answer may differ from those of its text.
 
@@ -109,7 +117,7 @@ def align_to_target_tokens(doc_id: str, encoded: Encoded, answered: list[Answere
             length = with_state
         answer_begins = np.diff(mask[max(with_state, length) - 1 :].astype(int)) > 0  # another answer begins after it
         if ids[:with_state].tolist() == prompt.tokens[:with_state] and mask[:length].any() and not answer_begins.any():
-            return Document(doc_id, ids[:length], mask[:length], _first_states(prompt.states_TSD, length))
+            return EncodedDocument(doc_id, ids[:length], mask[:length], _first_states(prompt.states_TSD, length))
     return None
 
 
@@ -132,9 +140,9 @@ class FeatureWorker:
         self._sample = sample
         self._state_error: float | None = None
         self._recipe, self._folder, self._spec, self._settings = recipe, folder, spec, recipe.features
-        self._active_work, self._store = ActiveWork(heartbeat), store_of(recipe)
+        self._active_work, self._store = ActiveWork(heartbeat), open_store(recipe)
         self._threads = ThreadPoolExecutor(
-            in_flight(recipe), initializer=set_threads, initargs=(self._settings.cpus_per_worker,)
+            count_batches_in_flight(recipe), initializer=set_threads, initargs=(self._settings.cpus_per_worker,)
         )
 
     def ready(self) -> None:
@@ -148,7 +156,7 @@ class FeatureWorker:
 
     @cached_property
     def _source(self) -> FeatureSource:
-        identity, spec = identity_of(self._recipe.target, self._spec.auxiliary_numbers), self._spec
+        identity, spec = source_identity(self._recipe.target, self._spec.auxiliary_numbers), self._spec
         if identity.engine != "transformers" and identity.version != spec.engine_version:
             raise PipelineError(
                 f"this node has {identity.engine} {identity.version}, but the dump is one of {spec.engine_version}: "
@@ -179,7 +187,7 @@ class FeatureWorker:
         self._active_work.begin()
         for document in task.documents:
             if document.doc_id in task.suspects:
-                is_encoded = isinstance(document, Document)
+                is_encoded = isinstance(document, EncodedDocument)
                 for batch in [[document]] if is_encoded else self._answer_dialogues([document], TaskResult({})):
                     self._wait_for(self._compute(batch))
         self._active_work.begin()  # the suspects' progress does not count
@@ -206,12 +214,12 @@ class FeatureWorker:
                 (self._folder / file.name).unlink()
         return record
 
-    def batches(self, documents: list[Document], rejected: dict[str, str]) -> Iterator[list[Document]]:
+    def batches(self, documents: list[EncodedDocument], rejected: dict[str, str]) -> Iterator[list[EncodedDocument]]:
         """Yield batches of the documents that are not rejected, for `rows`."""
         remaining = [document for document in documents if document.doc_id not in rejected]
         return length_sorted_batches(remaining, self._settings.batch_tokens)
 
-    def _answer_dialogues(self, dialogues: list[Dialogue], result: "TaskResult") -> Iterator[list[Document]]:
+    def _answer_dialogues(self, dialogues: list[Dialogue], result: "TaskResult") -> Iterator[list[EncodedDocument]]:
         """Yield batches of the dialogues that the target answers, as its answers come, and add them to `result`."""
         remaining = [dialogue for dialogue in dialogues if dialogue.doc_id not in result.rejected]
         for finished in self._interview.answer_all(remaining, capture=True):
@@ -225,7 +233,7 @@ class FeatureWorker:
                 result.texts += [replace(document, states_TSD=None) for document in batch]
                 yield batch
 
-    def _encode(self, conversation: AnsweredDialogue, edits: Counter) -> list[Document]:
+    def _encode(self, conversation: AnsweredDialogue, edits: Counter) -> list[EncodedDocument]:
         """Return the documents of an answered dialogue. Raise Unusable."""
         if not conversation.answers:
             raise Unusable(conversation.end)
@@ -239,23 +247,23 @@ class FeatureWorker:
         for doc_id, encoded in sequences:
             document = align_to_target_tokens(doc_id, encoded, conversation.answered_prompts)
             edits.update([] if document else [RENDERED_OTHERWISE])
-            document = document or Document(doc_id, encoded.input_ids, encoded.loss_mask)
+            document = document or EncodedDocument(doc_id, encoded.input_ids, encoded.loss_mask)
             counted_tokens = min(uncounted, len(document.input_ids))
             uncounted -= counted_tokens
             documents.append(replace(document, answered_dialogue=conversation.doc_id, counted_tokens=counted_tokens))
         return documents
 
-    def _answer_prompts(self, task: ShardTask, rejected: dict[str, str]) -> list[Document]:
+    def _answer_prompts(self, task: ShardTask, rejected: dict[str, str]) -> list[EncodedDocument]:
         """Return the prompts followed by the target's greedy answers; the mask is on the answers. A prompt that cannot
         be answered stays as it is, and is added to `rejected`.
         """
         sampling = Sampling(self._settings.answer_tokens, self._source.stop_ids)
 
-        def answer_prompt(document: Document) -> Document:
+        def answer_prompt(document: EncodedDocument) -> EncodedDocument:
             answer = Answer([])
             if document.doc_id not in rejected:
                 with self._active_work.on((document.doc_id,)), suppress(NoAnswer):
-                    prompt, capture = Prompt(document.input_ids.tolist()), self._source.one_pass
+                    prompt, capture = GenerationPrompt(document.input_ids.tolist()), self._source.one_pass
                     (answer,) = self._source.answers([prompt], sampling, capture, self._active_work.beat, plainly=True)
                 if not answer.tokens:
                     rejected[document.doc_id] = NOT_ANSWERED
@@ -275,13 +283,13 @@ class FeatureWorker:
         with ThreadPoolExecutor(MAX_CONCURRENT_PROMPTS) as threads:
             return list(threads.map(answer_prompt, task.documents))
 
-    def _forward(self, batch: list[Document]) -> list[torch.Tensor]:
+    def _forward(self, batch: list[EncodedDocument]) -> list[torch.Tensor]:
         """Return ``states_TSD`` of each dialogue, in the target's dtype, on its device."""
         captured = [document.states_TSD for document in batch]
         computed = self._source.states([document.input_ids for document in batch if document.states_TSD is None])
         return [next(computed) if states_TSD is None else states_TSD for states_TSD in captured]
 
-    def _compute(self, batch: list[Document]) -> _StoredBatch:
+    def _compute(self, batch: list[EncodedDocument]) -> _StoredBatch:
         """Return the batch's states in the format of its shard; from an accelerator they may still be copied when this
         returns, so that the next batch's forward follows at once. First report the batch in the heartbeat.
         """
@@ -315,13 +323,17 @@ class FeatureWorker:
         return stored_columns(parts, self._spec.stored_dtype), states_TSD.isfinite().all()
 
     def rows(
-        self, batches: Iterable[list[Document]], texts: list[Document], rejected: dict[str, str], first: int = 0
+        self,
+        batches: Iterable[list[EncodedDocument]],
+        texts: list[EncodedDocument],
+        rejected: dict[str, str],
+        first: int = 0,
     ) -> Iterator[StoredRow]:
         """Yield the batches' dialogues in the format of the shard; those that are not finite are added to `rejected`.
         Their numbers are their places among `texts`, which may grow with the batches, counted from `first`.
         """
         numbers: dict[str, int] = {}
-        for batch, stored in map_ahead(self._compute, batches, self._threads, in_flight(self._recipe)):
+        for batch, stored in map_ahead(self._compute, batches, self._threads, count_batches_in_flight(self._recipe)):
             numbers |= {texts[place].doc_id: first + place for place in range(len(numbers), len(texts))}
             finite_B = self._wait_for(stored).finite_B.tolist()
             for document, columns, finite in zip(batch, stored.columns, finite_B, strict=True):

@@ -131,7 +131,7 @@ def role_of(name: Any) -> str | None:
     return ROLES.get(name.lower()) if isinstance(name, str) else None
 
 
-def description(record: Any) -> str:
+def describe_record(record: Any) -> str:
     """Describe a rejected record: its keys and its turns' roles, or its line number."""
     if isinstance(record, BrokenLine):
         return f"line {record.number} holds no object that can be read"

@@ -18,7 +18,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.lm.chat import Unusable
 from pipeline.recipe.sections import DataConfig
 from preprocess.sources.dialogues import Dialogue, record_id
-from preprocess.sources.read import Tail, read_records
+from preprocess.sources.read import TornTail, read_records
 
 _PART = re.compile(r"\A([A-Za-z0-9]{7})_\d+\Z")  # ShareGPT's id of a part of a long conversation
 _REPEAT_SUFFIX = re.compile(r"@[0-9a-f]{32}\Z")  # appended by `intake` to a repeated id; regenerated files have it
@@ -171,7 +171,9 @@ def _normalize_numbers(value: Any) -> Any:
 
 
 def _holds_parts(data: DataConfig) -> bool:
-    ids = (_REPEAT_SUFFIX.sub("", record_id(record)) for record in islice(read_records(data, Tail()), SAMPLED_RECORDS))
+    ids = (
+        _REPEAT_SUFFIX.sub("", record_id(record)) for record in islice(read_records(data, TornTail()), SAMPLED_RECORDS)
+    )
     parts = Counter(match[1] for match in map(_PART.search, ids) if match)
     return len(parts) < parts.total() <= MOST_PARTS * len(parts)
 

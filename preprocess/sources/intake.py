@@ -14,11 +14,11 @@ from rensa import RMinHash, RMinHashLSH
 from pipeline.lm.chat import Encoded, Unusable
 from pipeline.recipe.sections import DataConfig
 from preprocess.sources.dialogues import Dialogue, clean, record_id
-from preprocess.sources.forms import description
+from preprocess.sources.forms import describe_record
 from preprocess.sources.groups import Groups
-from preprocess.sources.read import Tail, read_records
+from preprocess.sources.read import TornTail, read_records
 
-DESCRIBED = ("malformed", "unknown_role")  # reasons that the record's description explains
+DESCRIBED_REASONS = ("malformed", "unknown_role")  # reasons that the record's description explains
 LANGUAGE_CHARACTERS = 4000  # characters of a dialogue that show its language
 PERMUTATIONS, BANDS, SHINGLE = 128, 32, 5  # words a shingle
 
@@ -87,7 +87,7 @@ class Intake:
     data: DataConfig
     records: int = 0
     rejected: list[tuple[str, str]] = field(default_factory=list)  # (document id, reason)
-    tail: Tail = field(default_factory=Tail)
+    tail: TornTail = field(default_factory=TornTail)
     grouped: dict[str, int] = field(default_factory=dict)  # `Groups.counts`, once the pass is over
     examples: dict[str, str] = field(default_factory=dict)  # by reason: a description of its first record
 
@@ -100,8 +100,8 @@ class Intake:
                 dialogue = duplicates.deduplicate(clean_in_language(record, self.data, groups))
             except Unusable as reason:
                 self.rejected.append((record_id(record), str(reason)))
-                if str(reason) in DESCRIBED:
-                    self.examples.setdefault(str(reason), description(record))
+                if str(reason) in DESCRIBED_REASONS:
+                    self.examples.setdefault(str(reason), describe_record(record))
                 continue
             groups.count_last()
             yield dialogue

@@ -26,7 +26,7 @@ import zstandard
 from datasets import load_dataset
 from datasets.exceptions import DatasetsError
 
-from pipeline.artifacts.regenerated import require_whole
+from pipeline.artifacts.regenerated import require_unchanged
 from pipeline.basics import embedded
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.sections import DataConfig
@@ -61,13 +61,13 @@ _DAMAGE = (OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, httpx2.HTTP
 
 
 @dataclass
-class Tail:
+class TornTail:
     """The torn end of a file: filled when it ends in the middle of a record."""
 
     torn_after: int | None = None  # complete records before the tear
 
 
-def read_records(data: DataConfig, tail: Tail) -> Iterator[Any]:
+def read_records(data: DataConfig, tail: TornTail) -> Iterator[Any]:
     """Yield the source's records in its order.
 
     Raise PipelineError when the source is missing, has no known form, is damaged before its end, or differs from the
@@ -81,8 +81,8 @@ def read_records(data: DataConfig, tail: Tail) -> Iterator[Any]:
     if source.startswith(embedded.PREFIX):
         if source != "embedded:sharegpt":
             raise PipelineError(f"data.source={source!r} is not known; there is 'embedded:sharegpt'")
-        source = str(embedded.dialogues())
-    require_whole(source)
+        source = str(embedded.dialogues_path())
+    require_unchanged(source)
     with _open(source) as raw:
         try:
             file = PeekableFile(raw)
@@ -104,7 +104,7 @@ def read_records(data: DataConfig, tail: Tail) -> Iterator[Any]:
 
 
 def _read_items(
-    source: str, file: PeekableFile, tail: Tail, parser: Callable[[PeekableFile], Iterator[Any]]
+    source: str, file: PeekableFile, tail: TornTail, parser: Callable[[PeekableFile], Iterator[Any]]
 ) -> Iterator[Any]:
     """Yield the records of JSON other than JSON lines."""
     count = 0
@@ -128,7 +128,7 @@ def _read_items(
         tail.torn_after = count
 
 
-def _read_lines(source: str, file: PeekableFile, tail: Tail) -> Iterator[Any]:
+def _read_lines(source: str, file: PeekableFile, tail: TornTail) -> Iterator[Any]:
     """Yield the records of JSON lines. A last line without a line end that cannot be parsed is a torn tail."""
     count = 0
     try:
@@ -153,7 +153,7 @@ def _read_lines(source: str, file: PeekableFile, tail: Tail) -> Iterator[Any]:
         tail.torn_after = count
 
 
-def _read_rows(source: str, file: PeekableFile, tail: Tail) -> Iterator[Any]:
+def _read_rows(source: str, file: PeekableFile, tail: TornTail) -> Iterator[Any]:
     """Yield the rows of a CSV file by its header, all values as texts. A row with more values than the header is
     broken.
     """

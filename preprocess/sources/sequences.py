@@ -21,8 +21,8 @@ from functools import partial
 import numpy as np
 
 from pipeline.lm import chat
-from pipeline.lm.chat import Encoded, Messages, Unusable, thinking, thoughts_of, without_thoughts
-from pipeline.lm.template import Markers, markers_of, special_tokens, with_keywords
+from pipeline.lm.chat import Encoded, Messages, Unusable, extract_thoughts, is_thinking, remove_thoughts
+from pipeline.lm.template import Markers, bind_keywords, find_markers, special_tokens
 from pipeline.recipe.sections import DataConfig
 from preprocess.sources.dialogues import Dialogue
 
@@ -49,7 +49,7 @@ def encode_sequences(tokenizer, dialogue: Dialogue, data: DataConfig) -> tuple[l
 
 
 def _encode_turns(tokenizer, dialogue: Dialogue, data: DataConfig) -> tuple[list[Encoded], list[str]]:
-    tokenizer, keywords = with_keywords(tokenizer, dialogue.keywords)
+    tokenizer, keywords = bind_keywords(tokenizer, dialogue.keywords)
     messages, edits = accepted_messages(tokenizer, dialogue)
     edits = [*edits, *_check_losses(messages), *keywords_not_shown(dialogue, keywords)]
     edits = [*edits, *_check_tools(tokenizer, messages, dialogue.tools)]
@@ -136,14 +136,14 @@ def _settle_thoughts(tokenizer, messages: Messages, tools: list[dict] | None) ->
     renders them: with no thoughts, or empty ones. Thoughts that the template does not show even in the last answer are
     dropped and counted, too.
     """
-    thinks, edits, accepted = thinking(tokenizer), [], []
+    thinks, edits, accepted = is_thinking(tokenizer), [], []
     for message in messages:
         if message["role"] == "assistant":
-            thoughts = thoughts_of(message)
-            shown = thoughts and thinks is not False and chat.written(tokenizer, [*accepted, message], tools)
+            thoughts = extract_thoughts(message)
+            shown = thoughts and thinks is not False and chat.render_written(tokenizer, [*accepted, message], tools)
             if thoughts and (not shown or thoughts not in shown):
                 edits.append("thoughts_dropped")
-                message = without_thoughts(message)
+                message = remove_thoughts(message)
             elif thinks and not thoughts and message.get("loss", True):
                 edits.append("answer_without_thoughts")
         accepted.append(message)
@@ -231,7 +231,7 @@ def _encode_raw(tokenizer, raw: str | Encoded, data: DataConfig) -> tuple[list[E
 def _encode_whole(tokenizer, raw: str | Encoded) -> tuple[Encoded, list[str]]:
     """Return ``(ids and mask, edits)`` of a record without turns, before it is cut."""
     if isinstance(raw, str):
-        if (markers := markers_of(tokenizer)) and markers.are_in(raw):
+        if (markers := find_markers(tokenizer)) and markers.are_in(raw):
             return _encode_rendered(tokenizer, raw, markers), ["text", "rendered_text"]
         ids, begin = tokenizer(raw)["input_ids"], tokenizer.bos_token_id
         ids = np.asarray(ids[1:] if ids[:2] == [begin, begin] else ids, np.int32)  # the text had a BOS of its own

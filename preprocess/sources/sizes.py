@@ -42,7 +42,7 @@ def require_sizes(recipe: Recipe) -> None:
         (benchmark.prompts or 1 for benchmark in recipe.eval.benchmarks.values() if benchmark.held_out), default=0
     )
     prompts = max(eval_prompts, recipe.data.heldout_prompts + 1 if _needs_answers(recipe) else 0)
-    look = look_at(recipe, prompts)
+    look = summarize_source(recipe, prompts)
     if look.is_complete and not look.dialogues:
         return  # the dump reports the reason for each record
     if look.is_complete and (look.prompts < prompts or not look.held_out):
@@ -57,7 +57,7 @@ def _needs_answers(recipe: Recipe) -> bool:
     return bool(recipe.to_train) and (train.keep == "best" or train.patience is not None or train.decode != "never")
 
 
-def look_at(recipe: Recipe, prompts: int) -> SourceSummary:
+def summarize_source(recipe: Recipe, prompts: int) -> SourceSummary:
     """Read dialogues until the held-out ones give `prompts` prompts and the sample is full, or to the source's end."""
     look = SourceSummary()
     for dialogue in Intake(recipe.data):

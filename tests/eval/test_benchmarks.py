@@ -11,7 +11,7 @@ import pytest
 
 from eval.measure import benchmarks
 from eval.measure.benchmarks import BENCHMARKS
-from eval.measure.prompts import Prompt, load_prompts
+from eval.measure.prompts import BenchmarkPrompt, load_prompts
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.recipe import Recipe
 from tests.kit import recipe_tree
@@ -32,9 +32,9 @@ CASES = {
             {"category": "coding", "prompt": [" One\nturn "], "reference": [], "prompt_id": 8},
         ],
         [
-            Prompt("36549506", "writing", ("Write.", "Begin with A.")),
-            Prompt("7", "math", ("What is x?", "And y?")),
-            Prompt("8", "coding", (" One\nturn ",)),
+            BenchmarkPrompt("36549506", "writing", ("Write.", "Begin with A.")),
+            BenchmarkPrompt("7", "math", ("What is x?", "And y?")),
+            BenchmarkPrompt("8", "coding", (" One\nturn ",)),
         ],
     ),
     "humaneval": (
@@ -44,29 +44,31 @@ CASES = {
             for n, prompt in enumerate(["from typing import List\n\n\ndef f():\n", "\n\ndef g():\n", "\ndef h(x):\n"])
         ],
         [
-            Prompt("HumanEval/0", "code", ("Complete the code I provided.from typing import List\n\n\ndef f():\n",)),
-            Prompt("HumanEval/1", "code", ("Complete the code I provided.\n\ndef g():\n",)),
-            Prompt("HumanEval/2", "code", ("Complete the code I provided.\ndef h(x):\n",)),
+            BenchmarkPrompt(
+                "HumanEval/0", "code", ("Complete the code I provided.from typing import List\n\n\ndef f():\n",)
+            ),
+            BenchmarkPrompt("HumanEval/1", "code", ("Complete the code I provided.\n\ndef g():\n",)),
+            BenchmarkPrompt("HumanEval/2", "code", ("Complete the code I provided.\ndef h(x):\n",)),
         ],
     ),
     "gsm8k": (
         "main/test-00000-of-00001.parquet",
         GSM8K,
-        [Prompt(f"gsm8k/{n}", "math_reasoning", (f"How many are {n} + {n}?",)) for n in range(4)],
+        [BenchmarkPrompt(f"gsm8k/{n}", "math_reasoning", (f"How many are {n} + {n}?",)) for n in range(4)],
     ),
     "alpaca": (
         "data/train-00000-of-00001-a09b74b3ef9c3b56.parquet",
         ALPACA,
         [
-            Prompt("alpaca/0", "", ("Give three tips.",)),
-            Prompt("alpaca/1", "", ("Sort by size.\n\nIndia, China",)),
-            Prompt("alpaca/2", "", ("Name a boat.\n",)),
+            BenchmarkPrompt("alpaca/0", "", ("Give three tips.",)),
+            BenchmarkPrompt("alpaca/1", "", ("Sort by size.\n\nIndia, China",)),
+            BenchmarkPrompt("alpaca/2", "", ("Name a boat.\n",)),
         ],
     ),
     "cnn-dm": (
         "3.0.0/test-00000-of-00001.parquet",
         [{"article": f"(CNN)Text {n}.", "highlights": f"h {n}", "id": f"{n:040x}"} for n in (10, 11, 12)],
-        [Prompt(f"{n:040x}", "summarization", (f"Summarize: (CNN)Text {n}.",)) for n in (10, 11, 12)],
+        [BenchmarkPrompt(f"{n:040x}", "summarization", (f"Summarize: (CNN)Text {n}.",)) for n in (10, 11, 12)],
     ),
     "natural-questions": (
         "nq_open/validation-00000-of-00001.parquet",
@@ -76,9 +78,9 @@ CASES = {
             {"question": "9 to 5 is by whom", "answer": ["Dolly Parton"]},
         ],
         [
-            Prompt("natural-questions/0", "qa", ("When was the last time anyone was on the moon?",)),
-            Prompt("natural-questions/1", "qa", ("Who wrote it?",)),
-            Prompt("natural-questions/2", "qa", ("9 to 5 is by whom?",)),
+            BenchmarkPrompt("natural-questions/0", "qa", ("When was the last time anyone was on the moon?",)),
+            BenchmarkPrompt("natural-questions/1", "qa", ("Who wrote it?",)),
+            BenchmarkPrompt("natural-questions/2", "qa", ("9 to 5 is by whom?",)),
         ],
     ),
 }
@@ -104,7 +106,7 @@ def write(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-def load(recipe: Recipe, benchmark: str, path: Path | str | None, **fields) -> list[Prompt]:
+def load(recipe: Recipe, benchmark: str, path: Path | str | None, **fields) -> list[BenchmarkPrompt]:
     config = configured(source=f"benchmark:{benchmark}", path=path if path is None else str(path), **fields)
     return load_prompts("bench", config, recipe)
 

@@ -7,18 +7,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from eval.measure.harness import EvalTask, Harness, pooled
-from eval.measure.prompts import Prompt
+from eval.measure.harness import EvalTask, Harness, pool_outcomes
+from eval.measure.prompts import BenchmarkPrompt
 from pipeline.artifacts.features import feature_spec
 from pipeline.decoding.config import LoadedMethod, Method, TreeConfig
-from pipeline.decoding.generate import Sampling, speculative
+from pipeline.decoding.generate import Sampling, decode_speculative
 from pipeline.lm.attention import GROUPED
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target
-from pipeline.lm.verifier import rounding
+from pipeline.lm.verifier import rounding_bound
 from pipeline.recipe.recipe import Recipe
 from preprocess.dump.task import ShardTask
-from preprocess.dump.worker import Document, FeatureWorker
+from preprocess.dump.worker import EncodedDocument, FeatureWorker
 from tests.kit import recipe_tree, write_sharegpt
 from tests.pipeline import families
 from tests.pipeline.taught import NEVER, VARIANTS, greedy, grown, make_draft, prompt_of
@@ -44,7 +44,7 @@ def test_every_kind_of_attention_decodes_there_what_it_decodes_on_the_cpu(tmp_pa
     for name in ("eagle", "eagle3"):
         tree = {"depth": 3, "top_k": 3, "nodes": 10}
         method = grown(make_draft(cpu_target, cpu_target.embed_head("here"), VARIANTS[name]), **tree)
-        want = speculative(cpu_target, method, prompt_of(3), sampling)
+        want = decode_speculative(cpu_target, method, prompt_of(3), sampling)
         assert want.tokens == greedy(cpu_target, prompt_of(3), 12)
         with rehearsal(), monkeypatch.context() as changed:
             changed.delenv("TRANSFORMERS_SDPA_FORCE_GQA")  # is of processes without an accelerator
@@ -52,7 +52,7 @@ def test_every_kind_of_attention_decodes_there_what_it_decodes_on_the_cpu(tmp_pa
             device_target = on_the_device(config)
             assert device_target.model.config._attn_implementation == ("eager" if family in EAGER else GROUPED)
             method.draft.to(DEVICE).bind(device_target.embed_head("there"))
-            got = speculative(device_target, method, prompt_of(3), sampling)
+            got = decode_speculative(device_target, method, prompt_of(3), sampling)
         assert (got.tokens, got.acceptance) == (want.tokens, want.acceptance)
 
 
@@ -64,7 +64,7 @@ def test_what_the_dump_captures_there_has_the_cpus_bytes(tiny_target, tmp_path, 
         tree["features"] |= {"stored_dtype": stored_dtype, "auxiliary_layers": [1, 2], "batch_tokens": 64}
         recipe = Recipe.model_validate(tree)
         documents = [
-            Document(f"d{n}", np.array(prompt_of(n, 5 + 3 * n), np.int32), np.ones(5 + 3 * n, np.uint8))
+            EncodedDocument(f"d{n}", np.array(prompt_of(n, 5 + 3 * n), np.int32), np.ones(5 + 3 * n, np.uint8))
             for n in range(5)
         ]
         spec = feature_spec(recipe)
@@ -88,7 +88,7 @@ def test_what_the_dump_captures_there_has_the_cpus_bytes(tiny_target, tmp_path, 
 
 
 def test_the_gate_passes_there_and_float32_is_judged_by_plain_decodings_drift(tiny_recipe, embed_head, loaded_target):
-    assert rounding(torch.float32, torch.device("cpu")) == 0 < rounding(torch.float32, DEVICE)
+    assert rounding_bound(torch.float32, torch.device("cpu")) == 0 < rounding_bound(torch.float32, DEVICE)
     with rehearsal():
         device_target = on_the_device(tiny_recipe.target)
         draft = make_draft(loaded_target, embed_head, VARIANTS["jakiro"]).to(DEVICE)
@@ -98,8 +98,8 @@ def test_the_gate_passes_there_and_float32_is_judged_by_plain_decodings_drift(ti
             "drawn": LoadedMethod(draft, TreeConfig(paths="eagle-1", siblings="drawn")),
         }
         made = Harness(tiny_recipe, device_target, methods)
-        prompt = Prompt("one", "", ("Why? Because of that?",))
-        _, gates, _ = pooled([("bench", made.decode(EvalTask("bench", prompt, t))) for t in (0.0, 1.0)])
+        prompt = BenchmarkPrompt("one", "", ("Why? Because of that?",))
+        _, gates, _ = pool_outcomes([("bench", made.decode(EvalTask("bench", prompt, t))) for t in (0.0, 1.0)])
     assert len(gates) == 4 and all(gate.passed and gate.checked == 1 for gate in gates.values())
     assert all(gate.rounds for gate in gates.values())  # looked at closely in float32 and greedily, too
 

@@ -5,11 +5,11 @@ import torch
 
 from eval.measure.fleet import Attempts, make_crew
 from eval.measure.harness import EvalTask
-from eval.measure.prompts import Prompt
+from eval.measure.prompts import BenchmarkPrompt
 from pipeline.basics.errors import PipelineError
 from pipeline.running.crew import WorkerFailure
 
-A, B = (EvalTask("bench", Prompt(name, "", (name,)), 0.0) for name in "ab")
+A, B = (EvalTask("bench", BenchmarkPrompt(name, "", (name,)), 0.0) for name in "ab")
 
 
 @pytest.mark.parametrize(

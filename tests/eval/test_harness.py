@@ -10,8 +10,8 @@ import torch
 
 from eval.measure import harness, tasks
 from eval.measure.gate import MAX_DRIFT_RATIO, MIN_P_VALUE, Gate
-from eval.measure.harness import PLAIN, EvalTask, Harness, Outcome, pooled
-from eval.measure.prompts import Prompt
+from eval.measure.harness import PLAIN, EvalTask, Harness, Outcome, pool_outcomes
+from eval.measure.prompts import BenchmarkPrompt
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding import accept, generate
 from pipeline.decoding import grow as tree_module
@@ -19,15 +19,18 @@ from pipeline.decoding.config import LoadedMethod, TreeConfig
 from pipeline.decoding.generate import Sampling
 from pipeline.decoding.tree import build_tree
 from pipeline.drafts import build
-from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.lm.chat import prompt_ids
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import Target
 from tests.pipeline.taught import VARIANTS, make_draft, prompt_of
-from tests.templates import GPT_OSS, QWEN_3, settled
+from tests.templates import GPT_OSS, QWEN_3, tokenizer_with_settings
 
-PROMPTS = [Prompt("one", "", ("What is the question?", "And then?")), Prompt("two", "", ("Why? Because of that?",))]
+PROMPTS = [
+    BenchmarkPrompt("one", "", ("What is the question?", "And then?")),
+    BenchmarkPrompt("two", "", ("Why? Because of that?",)),
+]
 DRAWN = TreeConfig(paths="eagle-1", siblings="drawn")
 
 
@@ -35,7 +38,7 @@ DRAWN = TreeConfig(paths="eagle-1", siblings="drawn")
 def drafts(loaded_target, embed_head, tiny_recipe):
     made = {}
     for name, config in tiny_recipe.draft.items():
-        draft = build(config, shapes_of(loaded_target.config))
+        draft = build(config, draft_shapes(loaded_target.config))
         draft.initialise(0)
         if config.vocabulary:
             draft.set_vocabulary(torch.arange(config.vocabulary))
@@ -52,7 +55,7 @@ def harness_of(recipe, loaded_target, drafts, **changes) -> Harness:
 
 def measured(made: Harness, prompts=PROMPTS, temperatures=(0.0, 1.0)):
     outcomes = [("bench", made.decode(EvalTask("bench", prompt, t))) for t in temperatures for prompt in prompts]
-    return pooled(outcomes)
+    return pool_outcomes(outcomes)
 
 
 @pytest.mark.parametrize(
@@ -67,11 +70,11 @@ def test_a_later_turn_is_asked_as_the_target_is_asked_it(
     tiny_recipe, loaded_target, drafts, monkeypatch, template, answer_text
 ):
     """The turn comes after the target's own answer, as its template renders it in a history: without the reasoning."""
-    target, tokenizer = copy.copy(loaded_target), settled(template)
+    target, tokenizer = copy.copy(loaded_target), tokenizer_with_settings(template)
     target.tokenizer = tokenizer
     answer = [*tokenizer(answer_text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    monkeypatch.setattr(harness, "plain", lambda *_: SimpleNamespace(tokens=answer))
-    _, second = harness_of(tiny_recipe, target, drafts).encode_turns(Prompt("one", "", ("Q1?", "Q2?")))
+    monkeypatch.setattr(harness, "decode_plain", lambda *_: SimpleNamespace(tokens=answer))
+    _, second = harness_of(tiny_recipe, target, drafts).encode_turns(BenchmarkPrompt("one", "", ("Q1?", "Q2?")))
     history = [("user", "Q1?"), ("assistant", "well"), ("user", "Q2?")]
     assert second == prompt_ids(tokenizer, [{"role": role, "content": text} for role, text in history])
 
@@ -101,7 +104,7 @@ def test_methods_take_turns_in_starting_and_are_reported_in_the_recipes_order(
     monkeypatch.setattr(
         Harness, "_generate", lambda self, method, *more: (went.append(method), generate_once(self, method, *more))[1]
     )
-    prompts = [Prompt(str(number), "", ("Why?",)) for number in range(12)]
+    prompts = [BenchmarkPrompt(str(number), "", ("Why?",)) for number in range(12)]
     records, _, _ = measured(made, prompts, [0.0])
     methods = [PLAIN, *drafts]
     turns = [went[begin : begin + len(methods)] for begin in range(0, len(went), len(methods))]
@@ -162,7 +165,7 @@ def test_a_distribution_that_is_not_plain_decodings_fails_the_gate(tiny_recipe, 
         child = tree.children()[0][0]
         return [child], int(randomness.draw_rows(p_NV[child][None].double())[0])
 
-    prompts = [Prompt(str(n), "", (f"Question {n}?",)) for n in range(6)]
+    prompts = [BenchmarkPrompt(str(n), "", (f"Question {n}?",)) for n in range(6)]
     sharp = {"drawn": LoadedMethod(make_draft(loaded_target, embed_head, VARIANTS["eagle"]), DRAWN)}
     made = harness_of(tiny_recipe, loaded_target, sharp, max_new_tokens=24, repeats=3)
     sound = measured(made, prompts, [1.0])[1]["bench", "drawn", 1.0]
@@ -201,7 +204,7 @@ def test_the_gate_forgives_only_what_plain_decodings_own_rounding_could_do(half,
     made, verdicts = harness_of(tiny_recipe, target, drafts), []
     for seed in range(6):
         prompt = prompt_of(seed)
-        expected = generate.plain(target, prompt, Sampling(24, frozenset())).tokens
+        expected = generate.decode_plain(target, prompt, Sampling(24, frozenset())).tokens
         for place in range(1, 24, 3):
             rows = made._gatekeeper._rows(tuple(prompt), tuple(expected[: place + 1]), max(place - 15, 0))
             best = rows.cached_TV[-1].topk(2)
@@ -224,7 +227,7 @@ def test_what_no_rounding_can_cause_is_not_forgiven(half, tiny_recipe, loaded_ta
         (harness_of(tiny_recipe, loaded_target, drafts), Sampling(8, frozenset(), 1.0, seed=3)),
     ):
         keeper = made._gatekeeper
-        expected = generate.plain(made.target, prompt, sampling).tokens
+        expected = generate.decode_plain(made.target, prompt, sampling).tokens
         longer = [*expected, 5]
         assert not keeper._rounding_decides("eagle", prompt, sampling, expected, longer)  # goes on behind the end
         got = [*expected[:2], (expected[2] + 1) % 260]
@@ -233,7 +236,7 @@ def test_what_no_rounding_can_cause_is_not_forgiven(half, tiny_recipe, loaded_ta
         keeper._logits_by_decoding_again = lambda *_: None
         assert not keeper._rounding_decides("eagle", prompt, sampling, expected, got)  # cannot be decoded again
     keeper = harness_of(tiny_recipe, loaded_target, drafts)._gatekeeper
-    greedy = generate.plain(loaded_target, prompt, Sampling(8, frozenset())).tokens
+    greedy = generate.decode_plain(loaded_target, prompt, Sampling(8, frozenset())).tokens
     swapped = [*greedy[:2], (greedy[2] + 1) % 260]
     keeper._logits_by_decoding_again = lambda *_: torch.zeros(260).index_fill(0, torch.tensor([swapped[2]]), 9.0)
     assert not keeper._rounding_decides(
@@ -268,7 +271,7 @@ FAULTS = {
     "wrong mask": ("_layout", everything_seen),
     "one candidate too many": ("accept_best", one_too_many),
 }
-HALF_PROMPTS = [Prompt(str(n), "", (f"Question {n}: why?",)) for n in range(6)]
+HALF_PROMPTS = [BenchmarkPrompt(str(n), "", (f"Question {n}: why?",)) for n in range(6)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -291,7 +294,7 @@ def test_in_bfloat16_a_sound_verifier_passes_and_a_wrong_one_fails(half, tiny_re
 def test_the_logits_that_a_token_was_chosen_from_are_found_again(tiny_recipe, loaded_target, drafts):
     made, prompt = harness_of(tiny_recipe, loaded_target, drafts), [65, 66, 67]
     for sampling in (Sampling(12, frozenset()), Sampling(12, frozenset(), 1.0, seed=4)):
-        answer = generate.speculative(loaded_target, drafts["jakiro"], prompt, sampling).tokens
+        answer = generate.decode_speculative(loaded_target, drafts["jakiro"], prompt, sampling).tokens
         for place in range(1, 12):
             logits_V = made._gatekeeper._logits_by_decoding_again("jakiro", prompt, sampling, answer, place)
             assert torch.allclose(logits_V, made._gatekeeper._uncached_logits(prompt + answer[:place], 1)[0], atol=1e-4)
@@ -309,7 +312,7 @@ def test_probabilities_that_are_no_numbers_fail_the_gate(tiny_recipe, loaded_tar
 
 def test_prompts_without_room_for_an_answer_are_left_out_and_counted(tiny_recipe, loaded_target, drafts):
     limit = loaded_target.config.max_position_embeddings
-    long = Prompt("long", "", ("word " * limit,))
+    long = BenchmarkPrompt("long", "", ("word " * limit,))
     made = harness_of(tiny_recipe, loaded_target, drafts)
     records, _, left_out = measured(made, [long, PROMPTS[1]], [0.0])
     assert left_out == {"bench": 1}

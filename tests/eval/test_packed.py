@@ -7,7 +7,7 @@ from torch import nn
 from eval.measure import packed
 from eval.measure.packed import PackedLinear, choose_row_count, find_packed, pack_linears
 from pipeline.decoding.config import LoadedMethod, TreeConfig
-from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.generate import Sampling, decode_plain, decode_speculative
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import Target
@@ -54,8 +54,8 @@ def test_everything_that_decodes_is_packed_alike(tiny_target, monkeypatch):
         assert not [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
     method = LoadedMethod(draft, TreeConfig(depth=2, top_k=3, nodes=6))
     sampling = Sampling(16, NEVER)
-    assert speculative(target, method, prompt_of(1), sampling).tokens == want
-    assert plain(target, prompt_of(1), sampling).tokens == want
+    assert decode_speculative(target, method, prompt_of(1), sampling).tokens == want
+    assert decode_plain(target, prompt_of(1), sampling).tokens == want
 
 
 @pytest.mark.parametrize("kind", ["gumiho", "small-llama", "skipper"])
@@ -63,13 +63,13 @@ def test_every_kind_of_draft_is_packed_and_guesses_as_before(tiny_target, kind):
     target = Target(TargetConfig(model=str(tiny_target), device="cpu"), "float32")
     draft = make_draft(target, target.embed_head("x"), VARIANTS[kind])
     method, sampling = LoadedMethod(draft, TreeConfig(depth=2, top_k=3, nodes=6)), Sampling(16, NEVER)
-    want = speculative(target, method, prompt_of(1), sampling)
+    want = decode_speculative(target, method, prompt_of(1), sampling)
     if kind == "small-llama":
         draft._reader.clear()  # it would be there already
     draft.prepare()
     packed.pack(target, {"one": draft})
     assert not [layer for part in draft.packable() for layer in part.modules() if isinstance(layer, nn.Linear)]
-    got = speculative(target, method, prompt_of(1), sampling)
+    got = decode_speculative(target, method, prompt_of(1), sampling)
     assert got.tokens == want.tokens and got.acceptance == want.acceptance
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from eval.measure import report
 from eval.measure.harness import PLAIN, EvalTask, Record
-from eval.measure.prompts import Prompt
+from eval.measure.prompts import BenchmarkPrompt
 from eval.measure.tasks import EvalJob
 from eval.release.card import render_page
-from pipeline.artifacts.reports import Row
+from pipeline.artifacts.reports import ResultRow
 from pipeline.basics.files import write_text
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.config import Method, TreeConfig
@@ -39,7 +39,7 @@ def recipe(tmp_path) -> Recipe:
 @pytest.fixture
 def job(recipe) -> EvalJob:
     methods = {name: Method(draft=name, tree=TreeConfig()) for name in ("jakiro", "eagle")}
-    prompts = [Prompt(f"q{number}", "", (f"question {number} of <i>",)) for number in range(2)]
+    prompts = [BenchmarkPrompt(f"q{number}", "", (f"question {number} of <i>",)) for number in range(2)]
     tasks = [EvalTask(name, prompt, t) for name in recipe.eval.benchmarks for t in (0.0, 1.0) for prompt in prompts]
     return EvalJob(recipe, methods, {}, tasks, "key")
 
@@ -72,10 +72,12 @@ def written(job, tmp_path) -> Path:
     rows = []
     for method, speed, lossless in (("jakiro", 1.5, 1), ("eagle", None, 0)):
         place = {"benchmark": "humaneval", "temperature": 0.0}
-        rows.append(Row("decoded", method, "tau", 2.5, interval=[2.25, 2.75], details=counts, **place))
-        rows.append(Row("decoded", method, "speedup", speed, **place))
-        rows += [Row("decoded", method, f"accepted at depth {n}", 0.5 / (2 - n % 2), **place) for n in range(1, 19)]
-        rows.append(Row("decoded", method, "lossless", lossless, details=gate, **place))
+        rows.append(ResultRow("decoded", method, "tau", 2.5, interval=[2.25, 2.75], details=counts, **place))
+        rows.append(ResultRow("decoded", method, "speedup", speed, **place))
+        rows += [
+            ResultRow("decoded", method, f"accepted at depth {n}", 0.5 / (2 - n % 2), **place) for n in range(1, 19)
+        ]
+        rows.append(ResultRow("decoded", method, "lossless", lossless, details=gate, **place))
     plot = tmp_path / "tau_and_speed.png"
     figure = plt.figure(figsize=(12, 4))
     figure.savefig(plot)

@@ -9,18 +9,18 @@ from matplotlib.colors import to_hex
 
 from eval.measure import plots
 from pipeline.artifacts import curves
-from pipeline.artifacts.reports import Row
+from pipeline.artifacts.reports import ResultRow
 
 METHODS = ("eagle", "jakiro", "long", "medusa", "prompt-lookup")
 
 
-def rows_of(benchmark: str, methods: tuple[str, ...], depths: int) -> list[Row]:
+def rows_of(benchmark: str, methods: tuple[str, ...], depths: int) -> list[ResultRow]:
     where = {"benchmark": benchmark, "temperature": 0.0}
     rows = []
     for method in methods:
-        rows += [Row("decoded", method, "tau", 2.0, interval=[1.9, 2.1], **where)]
-        rows += [Row("decoded", method, "speedup", 1.5, interval=[1.4, 1.6], **where)]
-        rows += [Row("decoded", method, f"accepted at depth {n + 1}", 0.5, **where) for n in range(depths)]
+        rows += [ResultRow("decoded", method, "tau", 2.0, interval=[1.9, 2.1], **where)]
+        rows += [ResultRow("decoded", method, "speedup", 1.5, interval=[1.4, 1.6], **where)]
+        rows += [ResultRow("decoded", method, f"accepted at depth {n + 1}", 0.5, **where) for n in range(depths)]
     return rows
 
 

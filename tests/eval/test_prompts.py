@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eval.measure.prompts import Prompt, load_prompts
+from eval.measure.prompts import BenchmarkPrompt, load_prompts
 from eval.tune import calibration_tasks
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
@@ -34,7 +34,7 @@ def write_lines(path: Path, *lines: str) -> str:
     return str(path)
 
 
-def load(source: str, recipe: Recipe, prompts: int | None = None) -> list[Prompt]:
+def load(source: str, recipe: Recipe, prompts: int | None = None) -> list[BenchmarkPrompt]:
     return load_prompts("bench", BenchmarkConfig(source=source, prompts=prompts), recipe)
 
 
@@ -46,7 +46,7 @@ def refusal(source: str, recipe: Recipe, prompts: int | None = None) -> str:
 
 def test_prompts_are_read_in_order(tmp_path, recipe):
     source = write_lines(tmp_path / "b.jsonl", prompt_line(0), prompt_line(1, turns=["one", "two"]))
-    expected = [Prompt("q0", "code", ("turn 0",)), Prompt("q1", "code", ("one", "two"))]
+    expected = [BenchmarkPrompt("q0", "code", ("turn 0",)), BenchmarkPrompt("q1", "code", ("one", "two"))]
     assert load(source, recipe) == load(source, recipe, 2) == expected
     assert load(source, recipe, 1) == expected[:1]
     numbered = write_lines(tmp_path / "n.jsonl", prompt_line(0, question_id=81), json.dumps({"turns": ["x"]}))
@@ -55,7 +55,7 @@ def test_prompts_are_read_in_order(tmp_path, recipe):
 
 def test_a_file_is_utf8_with_or_without_a_byte_order_mark(tmp_path, recipe):
     (tmp_path / "b.jsonl").write_bytes(prompt_line(0).encode("utf-8-sig"))
-    assert load(str(tmp_path / "b.jsonl"), recipe) == [Prompt("q0", "code", ("turn 0",))]
+    assert load(str(tmp_path / "b.jsonl"), recipe) == [BenchmarkPrompt("q0", "code", ("turn 0",))]
     (tmp_path / "b.jsonl").write_bytes('{"turns": ["café"]}'.encode("latin-1"))
     message = refusal(str(tmp_path / "b.jsonl"), recipe)
     assert "is not UTF-8 (byte " in message and "iconv -f LATIN1 -t UTF-8" in message

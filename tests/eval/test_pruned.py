@@ -6,7 +6,7 @@ import torch
 from eval.pruned import main, measure_losses
 from pipeline.artifacts.reports import read_rows
 from pipeline.drafts import build
-from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.drafts.skipper import SkipperConfig
 from pipeline.recipe.load import load_recipe
 from tests.kit import call, dump_here, recipe_tree, save_tiny_target, write_recipe, write_sharegpt
@@ -15,7 +15,7 @@ from tests.train.runs import train_here
 
 
 def test_a_target_that_nothing_passes_by_is_the_whole_one(loaded_target, embed_head):
-    draft = build(SkipperConfig(sparsity=[0.0, 0.4]), shapes_of(loaded_target.config))
+    draft = build(SkipperConfig(sparsity=[0.0, 0.4]), draft_shapes(loaded_target.config))
     draft.bind(embed_head)
     draft.shares = [0.0, 0.0]
     tokens = torch.tensor([prompt_of(0, 60)])

@@ -14,12 +14,12 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from eval import main as evaluation
-from eval.published import recipe_of
+from eval.published import write_release_recipe
 from eval.release.card import model_index, released_method
 from eval.release.publish import earlier_rows
 from pipeline.artifacts import checkpoint, provenance
-from pipeline.artifacts.published import fetch
-from pipeline.artifacts.reports import Row, read_rows, write_rows
+from pipeline.artifacts.published import download_published
+from pipeline.artifacts.reports import ResultRow, read_rows, write_rows
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.decoding.config import Method, TreeConfig
@@ -67,9 +67,9 @@ def release(tree, loaded_target, embed_head, tmp_path) -> Path:
 
 def test_the_hubs_index_holds_no_speed_up_that_is_noise():
     where = {"benchmark": "b", "temperature": 0.0}
-    tau = Row("decoded", "jakiro", "tau", 1.12, interval=[1.0, 1.3], details={"prompts": 9}, **where)
+    tau = ResultRow("decoded", "jakiro", "tau", 1.12, interval=[1.0, 1.3], details={"prompts": 9}, **where)
     for value, bounds, listed in ((1.36, [0.69, 2.38], {"tau"}), (1.1, [1.05, 1.2], {"tau", "speed-up"})):
-        figures = {"tau": tau, "speedup": Row("decoded", "jakiro", "speedup", value, interval=bounds, **where)}
+        figures = {"tau": tau, "speedup": ResultRow("decoded", "jakiro", "speedup", value, interval=bounds, **where)}
         results = model_index(("b", 0.0, "jakiro"), figures, "jakiro")
         assert {result.metric_type for result in results} == listed
         assert {result.metric_value for result in results} <= {1.12, 1.1}
@@ -88,7 +88,7 @@ def test_drafts_that_beat_the_published_one_are_named_at_the_runs_end(tiny_recip
         write_rows(
             recipe.paths.eval,
             [
-                Row("decoded", name, "speedup", mean * factor, benchmark=benchmark, temperature=0.0)
+                ResultRow("decoded", name, "speedup", mean * factor, benchmark=benchmark, temperature=0.0)
                 for name, mean in means.items()
                 for benchmark, factor in (("a", 0.8), ("b", 1.25))
             ],
@@ -111,8 +111,8 @@ def test_a_release_of_ours_is_fetched_once_with_its_weights_and_its_facts(tree, 
     recipe = published(tree)
     assert recipe.to_train == [] and recipe.trained == ["jakiro"]
     messages: list[str] = []
-    fetch(recipe, messages.append)
-    fetch(recipe, messages.append)
+    download_published(recipe, messages.append)
+    download_published(recipe, messages.append)
     assert messages == [f"jakiro: fetched from me/draft, revision {HEAD}"]
     saved = checkpoint.require_trained_under(recipe, "jakiro")
     assert saved.weights_sha256 == sha256(release / checkpoint.WEIGHTS)
@@ -127,7 +127,7 @@ def test_a_draft_of_others_is_imported(tree, release, hub, tmp_path):
     export(release, "vllm", tmp_path / "exported")
     hub(tmp_path / "exported", "they/draft")
     recipe = published(tree, "they/draft")
-    fetch(recipe)
+    download_published(recipe)
     saved = checkpoint.require_trained_under(recipe, "jakiro")
     assert saved.weights_sha256 == sha256(release / checkpoint.WEIGHTS)
     assert saved.training["imported"]["from"] == "they/draft"
@@ -153,28 +153,28 @@ def test_a_draft_in_several_files_is_fetched_by_its_index(tree, release, tmp_pat
         return str(tmp_path / "cache")
 
     monkeypatch.setattr("pipeline.artifacts.published.snapshot_download", download)
-    fetch(published(tree, "they/draft"))
+    download_published(published(tree, "they/draft"))
     saved = checkpoint.require_trained_under(published(tree, "they/draft"), "jakiro")
     assert saved.weights_sha256 == sha256(release / checkpoint.WEIGHTS) and patterns[1] == sorted(parts)
 
 
 def test_what_is_not_there_or_does_not_fit_is_refused(tree, release, hub, tmp_path):
     with pytest.raises(PipelineError, match=r"me/draft, revision a+, cannot be fetched"):
-        fetch(published(tree))
+        download_published(published(tree))
     hub(release, "me/draft")
     recipe = published(tree)
     recipe.paths.draft("jakiro").mkdir(parents=True)
     (recipe.paths.draft("jakiro") / checkpoint.METRICS).write_text("")
     with pytest.raises(PipelineError, match="holds a training that was broken off"):
-        fetch(recipe)
+        download_published(recipe)
     change_sealed(release / "config.json", lambda raw: raw["target"].update(fingerprint="0" * 16))
     hub(release, "me/other-target")
     with pytest.raises(PipelineError, match="target"):
-        fetch(published(tree | {"output": str(tmp_path / "other")}, "me/other-target"))
+        download_published(published(tree | {"output": str(tmp_path / "other")}, "me/other-target"))
     tree["draft"]["jakiro"]["contrast"] = "scalar"
     message = r"other settings than draft\.jakiro: set draft\.jakiro\.contrast='router' \(here 'scalar'\)"
     with pytest.raises(PipelineError, match=message):
-        fetch(published(tree | {"output": str(tmp_path / "third")}))
+        download_published(published(tree | {"output": str(tmp_path / "third")}))
     assert not (tmp_path / "third/drafts/jakiro/config.json").exists()
 
 
@@ -213,11 +213,11 @@ def test_it_is_measured_and_what_another_machine_measured_of_the_same_weights_st
     assert line.startswith("| b | 0 | jakiro | depth 3, 7 nodes | 2 | 1.")
 
 
-def row_of(weights: str = "w", **changes) -> Row:
+def row_of(weights: str = "w", **changes) -> ResultRow:
     """Return a row with these fields of it or of its origin changed."""
     origin = {"hardware": "A", "settings": {"dtype": "float32"}, "tree": {"nodes": 7}, "code_revision": "new"}
     origin = {key: changes.pop(key, value) for key, value in origin.items()} | {"weights_sha256": weights}
-    return replace(Row("decoded", "jakiro", "tau", 2.0, "b", 0.0, origin=origin), **changes)
+    return replace(ResultRow("decoded", "jakiro", "tau", 2.0, "b", 0.0, origin=origin), **changes)
 
 
 def test_only_the_same_measurement_is_replaced(tmp_path):
@@ -237,7 +237,7 @@ def test_the_released_method_is_the_fastest_at_the_benchmarks_own_lengths(tiny_r
     facts = {"method": Method(draft="jakiro").to_json(), "corpora": []}
     speeds = {"heldout": (1.5, 1.4), "heldout-60": (1.0, 1.2), "heldout-90": (1.0, 1.2)}
     rows = [
-        Row("decoded", method, "speedup", value, benchmark, 0.0)
+        ResultRow("decoded", method, "speedup", value, benchmark, 0.0)
         for benchmark, values in speeds.items()
         for method, value in zip(("jakiro", "jakiro-tuned"), values, strict=True)
     ]
@@ -300,5 +300,5 @@ def test_a_release_brings_its_sealed_template(release, local_hub):
     (release / "chat_template.jinja").write_text("{{ messages }}")
     checkpoint.seal_files(release)
     local_hub.files = {path.name: path.read_bytes() for path in release.iterdir()}
-    path, _ = recipe_of("me/draft", ["target.model=me/target"])
+    path, _ = write_release_recipe("me/draft", ["target.model=me/target"])
     assert Path(load_recipe(path, []).target.chat_template).read_text() == "{{ messages }}"

@@ -10,7 +10,7 @@ import pytest
 from eval.measure import report
 from eval.measure.gate import Gate
 from eval.measure.harness import PLAIN, Record
-from pipeline.artifacts.reports import Row
+from pipeline.artifacts.reports import ResultRow
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.generate import Generation
 
@@ -81,8 +81,8 @@ def baseline() -> list[Record]:
     return records(PLAIN, [generation(5, 2.0), generation(5, 4.0)], [generation(21, 14.0), generation(21, 12.0)])
 
 
-def rows(drafted, baseline, gate) -> list[Row]:
-    return report.rows([*drafted, *baseline], {("bench", "draft", 0.0): gate}, {"draft": {"run": "r"}})
+def rows(drafted, baseline, gate) -> list[ResultRow]:
+    return report.build_rows([*drafted, *baseline], {("bench", "draft", 0.0): gate}, {"draft": {"run": "r"}})
 
 
 def values(*measured) -> dict:
@@ -206,8 +206,8 @@ def test_a_speed_up_that_proves_nothing_is_marked_as_noise(drafted, baseline):
         ]
         for table in (report.format_table, report.format_summary):
             assert ("x noise " in table(changed).splitlines()[-1]) == noise, (value, bounds)
-        assert ("x noise |" in report.format_headline(report.by_place(changed))) == noise
-        assert report.has_noise(report.by_place(changed).values()) == noise
+        assert ("x noise |" in report.format_headline(report.group_by_place(changed))) == noise
+        assert report.has_noise(report.group_by_place(changed).values()) == noise
 
 
 def test_the_summary_fits_a_terminal_and_loses_no_letter(drafted, baseline):

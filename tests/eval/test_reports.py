@@ -7,17 +7,17 @@ import pytest
 
 from eval import main as evaluation
 from eval.measure.harness import EvalTask
-from eval.measure.prompts import Prompt
+from eval.measure.prompts import BenchmarkPrompt
 from eval.measure.tasks import RECORDS, EvalJob
 from pipeline.artifacts.reports import (
     REPORT,
     ROWS,
-    Row,
-    digest_of,
+    ResultRow,
+    digest_rows,
     measured_rows,
-    put_rows,
     read_report,
     read_tuned_trees,
+    replace_rows,
     write_rows,
 )
 from pipeline.basics.errors import PipelineError
@@ -29,7 +29,7 @@ REPORT_FIELDS = {
     "provenance": {"hardware": "one", "recipe_hash": "0"},
     "target": "T",
     "drafts": {},
-    "rows": digest_of([]),
+    "rows": digest_rows([]),
     "table": "| a |",
     "plots": {"tau_and_speed.png": "0" * 64},
     "samples": [],
@@ -76,9 +76,9 @@ def test_what_is_no_report_is_refused(path, change, message):
 
 def test_rows_that_are_not_those_of_the_report_are_refused(path):
     """Every reader of the table notices lines that were removed or cut off."""
-    rows = [Row("decoded", "draft", "tau", 2.5), Row("decoded", "draft", "lossless", 0)]
-    report = REPORT_FIELDS | {"rows": digest_of(rows)}
-    put_rows(path.parent, [*rows, Row("served", "draft", "tau", 1.0)])
+    rows = [ResultRow("decoded", "draft", "tau", 2.5), ResultRow("decoded", "draft", "lossless", 0)]
+    report = REPORT_FIELDS | {"rows": digest_rows(rows)}
+    replace_rows(path.parent, [*rows, ResultRow("served", "draft", "tau", 1.0)])
     assert measured_rows(path.parent, report) == rows
     lines = (path.parent / ROWS).read_text().splitlines(keepends=True)
     for left in ([], lines[:2], lines[:3], [lines[0], *lines[2:]]):
@@ -86,7 +86,7 @@ def test_rows_that_are_not_those_of_the_report_are_refused(path):
         with pytest.raises(PipelineError, match=r"results.jsonl was changed or damaged .*Remove the file"):
             measured_rows(path.parent, report)
         with pytest.raises(PipelineError, match=r"results.jsonl was changed or damaged"):
-            put_rows(path.parent, [Row("served", "draft", "tau", 2.0)])  # the loss is not made lasting
+            replace_rows(path.parent, [ResultRow("served", "draft", "tau", 2.0)])  # the loss is not made lasting
     write_rows(path.parent, rows[:1])
     with pytest.raises(PipelineError, match=r"results.jsonl does not hold the rows that report.json was written with"):
         measured_rows(path.parent, report)
@@ -109,7 +109,7 @@ def test_a_tuned_tree_that_was_changed_or_is_of_a_version_before_is_refused(tiny
 def test_a_damaged_table_is_told_before_anything_is_decoded(tiny_recipe):
     tiny_recipe.paths.eval.mkdir(parents=True, exist_ok=True)
     (tiny_recipe.paths.eval / ROWS).write_text("{}\n")
-    job = EvalJob(tiny_recipe, {}, {}, [EvalTask("bench", Prompt("one", "", ("hello",)), 0.0)], "key")
+    job = EvalJob(tiny_recipe, {}, {}, [EvalTask("bench", BenchmarkPrompt("one", "", ("hello",)), 0.0)], "key")
     with pytest.raises(PipelineError, match=r"results.jsonl was changed or damaged"):
         evaluation.measure(job)
     assert not (tiny_recipe.paths.eval / RECORDS).exists()

@@ -9,11 +9,11 @@ import pytest
 from eval import results
 from eval.results import compare_taus, format_table, read_runs
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.reports import ROWS, Row, put_rows, read_rows
+from pipeline.artifacts.reports import ROWS, ResultRow, read_rows, replace_rows
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import sealed_lines
+from pipeline.basics.files import format_sealed_lines
 from pipeline.drafts import build
-from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.parts.layers import draft_shapes
 from tests.kit import call, replace_once
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -21,15 +21,15 @@ from tests.kit import call, replace_once
 
 def two(
     benchmark: str, method: str, speedup: float | None, tau: float, run: str, temperature: float = 0.0
-) -> list[Row]:
+) -> list[ResultRow]:
     bounds = speedup and [speedup - 0.1, speedup + 0.1]
     place = {"benchmark": benchmark, "temperature": temperature, "origin": {"run": run, "hardware": "one"}}
-    speed = Row("decoded", method, "speedup", speedup, interval=bounds, **place)
-    return [Row("decoded", method, "tau", tau, interval=[tau - 0.2, tau + 0.2], **place), speed]
+    speed = ResultRow("decoded", method, "speedup", speedup, interval=bounds, **place)
+    return [ResultRow("decoded", method, "tau", tau, interval=[tau - 0.2, tau + 0.2], **place), speed]
 
 
-def written(folder: Path, *rows: list[Row]) -> Path:
-    put_rows(folder / "eval", [row for group in rows for row in group])
+def written(folder: Path, *rows: list[ResultRow]) -> Path:
+    replace_rows(folder / "eval", [row for group in rows for row in group])
     return folder
 
 
@@ -56,7 +56,9 @@ def test_a_withheld_speed_withholds_the_mean(tmp_path):
 
 
 def test_other_instruments_and_settings_stand_in_the_same_table(tmp_path, capsys):
-    levels = [Row("served", "server", "tau", tau, setting={"at once": size}) for size, tau in ((1, 2.5), (2, 2.75))]
+    levels = [
+        ResultRow("served", "server", "tau", tau, setting={"at once": size}) for size, tau in ((1, 2.5), (2, 2.75))
+    ]
     run = written(tmp_path / "run", levels)
     call(results.main, str(run), "--plot", str(tmp_path / "plot.png"))
     printed = capsys.readouterr().out
@@ -67,19 +69,24 @@ def test_other_instruments_and_settings_stand_in_the_same_table(tmp_path, capsys
 
 
 def test_an_instrument_replaces_its_own_rows_only(tmp_path):
-    put_rows(
-        tmp_path, [Row("decoded", "a", "tau", 1.0), Row("decoded", "b", "tau", 1.0), Row("served", "a", "tau", 1.0)]
+    replace_rows(
+        tmp_path,
+        [
+            ResultRow("decoded", "a", "tau", 1.0),
+            ResultRow("decoded", "b", "tau", 1.0),
+            ResultRow("served", "a", "tau", 1.0),
+        ],
     )
-    put_rows(tmp_path, [Row("decoded", "a", "tau", 2.0)])
+    replace_rows(tmp_path, [ResultRow("decoded", "a", "tau", 2.0)])
     assert [(row.method, row.value) for row in read_rows(tmp_path)] == [("b", 1.0), ("a", 1.0), ("a", 2.0)]
-    put_rows(tmp_path, [Row("decoded", "a", "tau", 3.0)], whole=True)
+    replace_rows(tmp_path, [ResultRow("decoded", "a", "tau", 3.0)], all_methods=True)
     assert [(row.instrument, row.value) for row in read_rows(tmp_path)] == [("served", 1.0), ("decoded", 3.0)]
 
 
 def test_instruments_that_finish_together_keep_each_others_rows(tmp_path):
     names = [f"draft-{number}" for number in range(12)]
     with ThreadPoolExecutor(len(names)) as pool:
-        list(pool.map(lambda name: put_rows(tmp_path, [Row("predicted", name, "tau", 1.0)]), names))
+        list(pool.map(lambda name: replace_rows(tmp_path, [ResultRow("predicted", name, "tau", 1.0)]), names))
     assert sorted(row.method for row in read_rows(tmp_path)) == sorted(names)
 
 
@@ -88,7 +95,7 @@ def test_a_row_of_another_version_is_refused(tmp_path):
     without = {key: value for key, value in row.items() if key != "figure"}
     wrong = (without, "figure: Field required"), (row | {"value": "2.0"}, "value"), (row | {"counts": 3}, "counts")
     for changed_row, message in wrong:
-        (tmp_path / ROWS).write_text(sealed_lines([row, changed_row]))
+        (tmp_path / ROWS).write_text(format_sealed_lines([row, changed_row]))
         with pytest.raises(PipelineError, match=rf"results.jsonl: line 2, {message}.*It is of another version. Remove"):
             read_rows(tmp_path)
 
@@ -107,11 +114,11 @@ def test_a_changed_row_a_run_without_rows_and_two_of_one_name_are_refused(tmp_pa
 # -- differences -------------------------------------------------------------------------------------------------------
 
 
-def counted(method: str, counts: dict, benchmark: str = "set", temperature: float = 0.0, **more) -> Row:
+def counted(method: str, counts: dict, benchmark: str = "set", temperature: float = 0.0, **more) -> ResultRow:
     answers = more.pop("answers", dict.fromkeys(counts, "same"))
     pairs = {q: list(pair) for q, pair in counts.items()}
     fields = {"counts": pairs, "answers": answers, "origin": {"run": more.pop("run", "run")}}
-    return Row("decoded", method, "tau", 1.0, benchmark, temperature, **fields)
+    return ResultRow("decoded", method, "tau", 1.0, benchmark, temperature, **fields)
 
 
 def test_tau_is_pooled_over_the_prompts_that_both_have():
@@ -170,7 +177,7 @@ def test_the_interval_is_that_of_a_mean_of_independent_benchmarks():
 
 def test_the_best_rate_of_equal_trainings_is_marked(tmp_path, tiny_recipe, loaded_target, embed_head, capsys):
     eagle = tiny_recipe.draft["eagle"]
-    draft = build(eagle, shapes_of(loaded_target.config))
+    draft = build(eagle, draft_shapes(loaded_target.config))
     draft.bind(embed_head)
     train = tiny_recipe.train.model_copy(update={"learning_rate": 1e-3, "learning_rates": {"fast": 2e-3}})
     recipe = tiny_recipe.model_copy(update={"draft": {"eagle": eagle, "fast": eagle}, "train": train})

@@ -18,7 +18,7 @@ from pipeline.decoding import generate
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.generate import Generation
-from pipeline.decoding.replay import ABSENT, walk
+from pipeline.decoding.replay import ABSENT, count_rounds
 from pipeline.decoding.sources import SharedTrees
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.gumiho import GumihoConfig
@@ -35,7 +35,7 @@ def test_the_least_predicted_time_wins():
     """The largest tree wins if verification costs nothing more, the smallest if it costs a lot."""
 
     def known_time(tree):
-        return walk(np.array([[0 if level < 2 else ABSENT for level in range(tree.depth)]] * 30), tree.nodes)
+        return count_rounds(np.array([[0 if level < 2 else ABSENT for level in range(tree.depth)]] * 30), tree.nodes)
 
     def best(per_node):
         trees = trees_of(JakiroConfig(), 3, 8)
@@ -135,7 +135,7 @@ def test_the_clock_waits_for_an_accelerator(monkeypatch):
     order: list[object] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", order.append)
     monkeypatch.setattr(accelerator, "time", SimpleNamespace(perf_counter=lambda: order.append("read") or 1.0))
-    accelerator.now(torch.device("cpu"))
+    accelerator.synchronized_time(torch.device("cpu"))
     watch = generate.Stopwatch(torch.device("xpu:1"), exact=False)
     watch.total()
     assert order == ["read", *[torch.device("xpu:1"), "read"] * 2]

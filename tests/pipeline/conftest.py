@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from pipeline.drafts import build
-from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.parts.layers import draft_shapes
 from tests.pipeline.layouts import with_settings
 from tests.pipeline.taught import VARIANTS, greedy, prompt_of, taught
 
@@ -32,7 +32,7 @@ def released(tiny_recipe, loaded_target, embed_head, tmp_path):
 
     def factory(settings, renamed=lambda n: n, more=None, **config):
         recipe = with_settings(tiny_recipe, settings)
-        draft = build(recipe.draft["theirs"], shapes_of(loaded_target.config))
+        draft = build(recipe.draft["theirs"], draft_shapes(loaded_target.config))
         draft.initialise(4)
         weights = {name: 5 * x if x.is_floating_point() else x for name, x in draft.state_dict().items()}
         stored = {renamed(name): x for name, x in weights.items() if name != "draft_token_ids"}

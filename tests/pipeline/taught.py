@@ -7,9 +7,9 @@ import torch
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE
 from pipeline.decoding.config import LoadedMethod, TreeConfig
-from pipeline.decoding.generate import Sampling, plain
+from pipeline.decoding.generate import Sampling, decode_plain
 from pipeline.decoding.tree import build_tree
-from pipeline.drafts import build, objective_of
+from pipeline.drafts import build, make_objective
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config
 from pipeline.drafts.gumiho import GumihoConfig
@@ -19,12 +19,12 @@ from pipeline.drafts.parallel.dflash import DFlashConfig
 from pipeline.drafts.parallel.dspark import DSparkConfig
 from pipeline.drafts.parallel.medusa import MedusaConfig
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
-from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.drafts.parts.one_layer import OneLayerConfig
 from pipeline.drafts.skipper import SkipperConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.features.batch import collate
-from pipeline.features.schema import Row
+from pipeline.features.schema import TextRow
 
 NEVER = frozenset()  # no stop id
 CPU = torch.device("cpu")
@@ -110,7 +110,7 @@ def prompt_of(seed: int, length: int = 12) -> list[int]:
 
 def grown(draft, **tree) -> LoadedMethod:
     """The draft with this tree, or one as deep as it guesses."""
-    while "depth" in tree and not draft.config.parallels(tree["depth"]):
+    while "depth" in tree and not draft.config.parallel_choices(tree["depth"]):
         tree |= {"depth": tree["depth"] - 1}
     return LoadedMethod(draft, TreeConfig(**tree))
 
@@ -123,7 +123,7 @@ def states_for(draft, count, seed=0):
 
 def make_draft(target, embed_head, config, seed=0):
     """Random weights, large enough for attention to tell positions apart (at the usual 0.02 it is all but uniform)."""
-    draft = build(config, shapes_of(target.config))
+    draft = build(config, draft_shapes(target.config))
     draft.initialise(seed)
     for weight in draft.parameters():
         if weight.ndim == 2:
@@ -141,7 +141,7 @@ def greedy(target, prompt, count):
 
 @cache
 def _greedy(target, prompt, count):
-    return tuple(plain(target, list(prompt), Sampling(count, NEVER)).tokens)
+    return tuple(decode_plain(target, list(prompt), Sampling(count, NEVER)).tokens)
 
 
 @torch.inference_mode()
@@ -186,7 +186,7 @@ def planted(target, right: list[int]):
 
 def taught(target, embed_head, config, prompt, answer, steps=150):
     """A draft trained on one text until it knows it: what it proposes there is mostly accepted."""
-    draft = build(config, shapes_of(target.config))
+    draft = build(config, draft_shapes(target.config))
     draft.initialise(0)
     if config.vocabulary:
         unused = [token for token in range(260) if token not in answer]
@@ -195,8 +195,8 @@ def taught(target, embed_head, config, prompt, answer, steps=150):
     tokens = torch.tensor([*prompt, *answer])
     mask = torch.ones(len(tokens), dtype=torch.uint8).numpy()
     states_TSD = target.capture_all(tokens[None], list(draft.needs.auxiliary))[0].clone()
-    row = Row("text", tokens.int().numpy(), mask, states_TSD[:, 0], states_TSD[:, 1:])
-    objective, auxiliary = objective_of(draft.config), range(len(draft.needs.auxiliary))
+    row = TextRow("text", tokens.int().numpy(), mask, states_TSD[:, 0], states_TSD[:, 1:])
+    objective, auxiliary = make_objective(draft.config), range(len(draft.needs.auxiliary))
     batch = collate([row], objective, dict.fromkeys(objective.groups, len(tokens) - 2), auxiliary=auxiliary)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=5e-3)
     for _ in range(steps):

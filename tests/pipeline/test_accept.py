@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from pipeline.decoding.accept import HALVINGS, Sampler, accept_best, accept_drawn, by_halving
+from pipeline.decoding.accept import HALVINGS, Sampler, accept_best, accept_drawn, draw_by_halving
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.tree import build_tree
 from tests.pipeline.exact import every_outcome
@@ -282,14 +282,14 @@ def test_the_numbers_that_give_a_token_have_its_probability(shape, vocabulary):
         for inside in (1e-9, 0.5, 1 - 1e-9):
             numbers = [s + inside * (1 - s) if upper else inside * s for s, upper in path]
             u_1H = torch.tensor([numbers + [0.5] * (HALVINGS - len(numbers))], dtype=torch.float64)
-            assert by_halving(p_V[None], u_1H).tolist() == [token]
+            assert draw_by_halving(p_V[None], u_1H).tolist() == [token]
 
 
 @pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
 def test_a_token_without_mass_is_never_chosen(number):
     for place in range(37):
         p_1V = torch.zeros(1, 37).index_fill_(1, torch.tensor([place]), 0.3)
-        assert by_halving(p_1V, torch.full((1, HALVINGS), number, dtype=torch.float64)).tolist() == [place]
+        assert draw_by_halving(p_1V, torch.full((1, HALVINGS), number, dtype=torch.float64)).tolist() == [place]
 
 
 def test_rounding_seldom_changes_a_choice():
@@ -306,7 +306,7 @@ def test_rounding_seldom_changes_a_choice():
         )  # as far as errors lean one way, they add up
         other_NV = p_NV * (1 + tilt_NV + noise / 10 * torch.randn(rows, vocabulary, generator=generator).double())
         u_NH = torch.rand(rows, HALVINGS, generator=generator, dtype=torch.float64)
-        halved += (by_halving(p_NV, u_NH) != by_halving(other_NV, u_NH)).sum().item()
+        halved += (draw_by_halving(p_NV, u_NH) != draw_by_halving(other_NV, u_NH)).sum().item()
         cumulated = [(x / x.sum(-1, keepdim=True)).cumsum(-1) for x in (p_NV, other_NV)]
         outcomes = [torch.searchsorted(x, u_NH[:, :1].contiguous()) for x in cumulated]
         by_cumulation += (outcomes[0] != outcomes[1]).sum().item()

@@ -11,9 +11,9 @@ from pipeline.artifacts import checkpoint
 from pipeline.artifacts.features import feature_spec
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import LoadedMethod
-from pipeline.decoding.generate import Sampling, plain, speculative
-from pipeline.drafts import build, objective_of
-from pipeline.drafts.parts.layers import shapes_of
+from pipeline.decoding.generate import Sampling, decode_plain, decode_speculative
+from pipeline.drafts import build, make_objective
+from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.features.batch import collate
 from pipeline.features.shards import FeatureStore
 from pipeline.lm import attention
@@ -85,18 +85,18 @@ def trained(recipe: Recipe, target: Target, name: str):
         load_embed_head(recipe.target),
     )
     rows = [store.row(place) for place in range(6)]
-    draft = build(recipe.draft[name], shapes_of(load_config(recipe.target)))
+    draft = build(recipe.draft[name], draft_shapes(load_config(recipe.target)))
     draft.initialise(0)
     if recipe.draft[name].vocabulary:
         draft.set_vocabulary(torch.arange(recipe.draft[name].vocabulary) * 2)
     draft.bind(embed_head)
     count = sum(int(row.loss_mask.sum()) for row in rows)
-    totals, auxiliary = dict.fromkeys(objective_of(draft.config).groups, count), range(len(draft.needs.auxiliary))
-    batch = collate(rows, objective_of(draft.config), totals, auxiliary).to(torch.device("cpu"), torch.float32)
+    totals, auxiliary = dict.fromkeys(make_objective(draft.config).groups, count), range(len(draft.needs.auxiliary))
+    batch = collate(rows, make_objective(draft.config), totals, auxiliary).to(torch.device("cpu"), torch.float32)
     optimizer, losses = torch.optim.AdamW(draft.parameters(), lr=3e-3), []
     for _ in range(5):
         optimizer.zero_grad()
-        loss = objective_of(draft.config).loss(draft, batch)[0]
+        loss = make_objective(draft.config).loss(draft, batch)[0]
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -122,7 +122,10 @@ def test_the_whole_path_from_dump_to_lossless_decoding(families, dialogues, tmp_
         method = LoadedMethod(trained(recipe, target, name), recipe.tree(name))
         for sampling in (Sampling(16, NEVER), Sampling(16, NEVER, temperature=1.0, seed=1)):
             prompt = prompt_of(1, 9)
-            assert speculative(target, method, prompt, sampling).tokens == plain(target, prompt, sampling).tokens
+            assert (
+                decode_speculative(target, method, prompt, sampling).tokens
+                == decode_plain(target, prompt, sampling).tokens
+            )
 
 
 def test_heads_of_every_kind_are_among_the_families(families):
@@ -150,12 +153,12 @@ def require_plain_states(target: Target, reference: Target, before: int, monkeyp
     prompt, rounds, (trees, texts) = prompt_of(before, before), [], forwards_of(target, monkeypatch)
     draft = make_draft(reference, reference.embed_head("one"), VARIANTS["eagle"])
     draft.propose = planted(reference, [1, 3, 6])
-    got = speculative(target, grown(draft), prompt, Sampling(10, NEVER), lambda *count: rounds.append(count))
+    got = decode_speculative(target, grown(draft), prompt, Sampling(10, NEVER), lambda *count: rounds.append(count))
     assert got.acceptance.accepted[3] >= 1 and len(rounds) in (2, 3)  # of at least 4 tokens, except the last
     for (tokens, tree, _), states in zip(rounds, trees, strict=True):
         for node, text in enumerate(texts_of_paths(tokens[:-1], tree)):
             assert torch.allclose(states.final_ND[node], alone(reference, text), atol=3e-5)
-    answer = plain(target, prompt, Sampling(10, NEVER)).tokens
+    answer = decode_plain(target, prompt, Sampling(10, NEVER)).tokens
     for count, states in enumerate(texts[-9:], start=1):
         assert torch.allclose(states.final_ND[-1], alone(reference, prompt + answer[:count]), atol=3e-5)
     assert answer == got.tokens
@@ -182,7 +185,7 @@ def test_a_compiled_target_gets_plain_forwards_states(families, family, monkeypa
 def test_sliding_layers_do_slide(families, family):
     """Tokens before the windows of all layers have no effect, so these families' tests do not run on full attention."""
     target = families[family].target
-    assert attention.windows(target.config) == SLIDING[family]
+    assert attention.attention_windows(target.config) == SLIDING[family]
     layers = target.config.num_hidden_layers if SLIDING[family] == ALONE else 1
     far = prompt_of(1, layers * (WINDOW - 1) + 2)
     near = [(far[0] + 1) % 256, *far[1:]]
@@ -204,11 +207,11 @@ def test_a_window_is_counted_along_each_nodes_path():
         [[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 1, 0], [1, 1, 1, 1, 0, 1, 1]]
     ).bool()
     kinds = {"full_attention": None, "sliding_attention": 3}
-    masks = attention.masks(kinds, visible, torch.tensor([3, 4, 4, 5]), torch.float32)
+    masks = attention.layer_masks(kinds, visible, torch.tensor([3, 4, 4, 5]), torch.float32)
     assert torch.equal(masks["full_attention"][0, 0] == 0, visible)
     want = [[0, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 0, 1, 0], [0, 0, 0, 1, 0, 1, 1]]
     assert torch.equal(masks["sliding_attention"][0, 0] == 0, torch.tensor(want).bool())
-    alone = attention.masks({"sliding_attention": 3}, visible, torch.tensor([3, 4, 4, 5]), torch.float32, (6, 10))
+    alone = attention.layer_masks({"sliding_attention": 3}, visible, torch.tensor([3, 4, 4, 5]), torch.float32, (6, 10))
     assert alone.shape == (1, 1, 6, 10)
     assert torch.equal(alone[0, 0, :4, :7] == 0, torch.tensor(want).bool())
     assert (alone[0, 0, :4, 7:] < 0).all() and (alone[0, 0, 4:, 0] == 0).all() and (alone[0, 0, 4:, 1:] < 0).all()
@@ -244,7 +247,7 @@ def test_longrope_ends_where_it_would_turn_all_positions_otherwise(families, dia
     with pytest.raises(
         PipelineError, match="a prompt of 120 tokens and up to 9 more exceed the target's 128 positions"
     ):
-        plain(target, prompt_of(0, 120), Sampling(9, NEVER))
+        decode_plain(target, prompt_of(0, 120), Sampling(9, NEVER))
     recipe = small_recipe(config, dialogues, tmp_path)
     longer = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": 129})})
     with pytest.raises(PipelineError, match=r"data.max_length=129: .* \(longrope\).* set it to 128 or less"):
@@ -289,7 +292,7 @@ def test_a_target_whose_attention_ignores_the_tree_is_refused(families, monkeypa
     """An unknown architecture is recognised on a few tokens, whatever its configuration says."""
     config = families["mistral, sliding"].config
     Target(config, dtype)
-    masks, forward = attention.masks, Target.forward
+    masks, forward = attention.layer_masks, Target.forward
 
     def causal(kinds, visible_NC, *rest):
         return masks(kinds, torch.ones_like(visible_NC).tril(visible_NC.shape[1] - len(visible_NC)), *rest)
@@ -298,9 +301,9 @@ def test_a_target_whose_attention_ignores_the_tree_is_refused(families, monkeypa
         return forward(self, tokens_N, cache, torch.arange(len(tokens_N)) + cache.length, *rest)
 
     if fault == "mask":
-        monkeypatch.setattr("pipeline.lm.verifier.masks", causal)
+        monkeypatch.setattr("pipeline.lm.verifier.layer_masks", causal)
     elif fault == "window":
-        monkeypatch.setattr("pipeline.lm.verifier.windows", lambda text: {"sliding_attention": 2})
+        monkeypatch.setattr("pipeline.lm.verifier.attention_windows", lambda text: {"sliding_attention": 2})
     else:
         monkeypatch.setattr(Target, "forward", in_a_row)
     with pytest.raises(PipelineError, match="ignores the tree's mask or its positions"):
@@ -308,7 +311,7 @@ def test_a_target_whose_attention_ignores_the_tree_is_refused(families, monkeypa
 
 
 def test_a_target_that_takes_no_mask_is_refused(families, monkeypatch):
-    monkeypatch.setattr("pipeline.lm.verifier.masks", lambda *_: {"other_attention": torch.zeros(1, 1, 4, 6)})
+    monkeypatch.setattr("pipeline.lm.verifier.layer_masks", lambda *_: {"other_attention": torch.zeros(1, 1, 4, 6)})
     with pytest.raises(
         PipelineError, match=r"takes no tree's mask \(\w+Error: .*needs support in pipeline/lm/attention.py"
     ):

@@ -12,9 +12,9 @@ from pipeline.artifacts.checkpoint import (
     CONFIG,
     METRICS,
     WEIGHTS,
+    checked_metrics,
     export,
     load,
-    metrics_of,
     read_config,
     require_trained_under,
     save,
@@ -23,7 +23,7 @@ from pipeline.artifacts.features import feature_spec
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import Method, TreeConfig
 from pipeline.drafts import build
-from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.drafts.prompt_lookup import PromptLookupConfig
 from pipeline.recipe.recipe import Recipe
 from tests.kit import change_sealed, flip, replace_once
@@ -39,7 +39,7 @@ def make(tiny_recipe, loaded_target, embed_head, tmp_path):
         tree = tiny_recipe.model_dump(mode="json")
         tree["draft"][name] = {"kind": tree["draft"][name]["kind"], "vocabulary": 128} | (changes or {})
         recipe = Recipe.model_validate(tree)
-        draft = build(recipe.draft[name], shapes_of(loaded_target.config))
+        draft = build(recipe.draft[name], draft_shapes(loaded_target.config))
         draft.initialise(3)
         if draft.token_ids_U is not None:
             draft.set_vocabulary(torch.arange(len(draft.token_ids_U)) * 2 + 1)
@@ -119,7 +119,7 @@ def test_a_release_has_a_method_of_its_own(make, tmp_path):
     export(folder, tmp_path / "release", method, {"lookup": PromptLookupConfig()}, folder / "recipe.json")
     saved = read_config(tmp_path / "release")
     assert saved.method == replace(method, tree=replace(method.tree, parallel=2))  # what the draft makes of it
-    loaded = saved.loaded(draft)
+    loaded = saved.load_method(draft)
     assert loaded.draft.draft is draft and loaded.tree == saved.tree
     assert {name: config.config for name, config in loaded.draft.secondary.items()} == {"lookup": PromptLookupConfig()}
 
@@ -239,13 +239,13 @@ def test_another_target_and_ids_that_do_not_ascend_are_refused(make, embed_head,
 
 def test_what_goes_into_a_release_beside_the_weights_is_checked(make, tiny_recipe, tmp_path):
     folder, draft = make()
-    assert metrics_of(folder) == folder / METRICS  # there is none: nothing to draw, nothing to refuse
+    assert checked_metrics(folder) == folder / METRICS  # there is none: nothing to draw, nothing to refuse
     (folder / METRICS).write_text('{"kind": "train", "step": 1, "loss": 2.5}\n')
     save(folder, draft, draft.state_dict(), tiny_recipe, "jakiro", {})
-    assert metrics_of(folder).exists()
+    assert checked_metrics(folder).exists()
     flip(folder / METRICS)
     with pytest.raises(PipelineError, match=r"metrics.jsonl was changed or damaged after the training"):
-        metrics_of(folder)
+        checked_metrics(folder)
     for name in ("provenance.json", "recipe.json"):
         content = (folder / name).read_text()
         replace_once(folder / name, '"tiny"', '"tina"')
@@ -257,7 +257,7 @@ def test_what_goes_into_a_release_beside_the_weights_is_checked(make, tiny_recip
 
 def test_a_draft_is_of_what_its_features_were_dumped_from(tiny_recipe, loaded_target, embed_head):
     """A target whose tokenizer changes during the training counts as another one."""
-    draft = build(tiny_recipe.draft["eagle"], shapes_of(loaded_target.config))
+    draft = build(tiny_recipe.draft["eagle"], draft_shapes(loaded_target.config))
     draft.bind(embed_head)
     folder, spec = tiny_recipe.paths.draft("eagle"), feature_spec(tiny_recipe)
     save(folder, draft, draft.state_dict(), tiny_recipe, "eagle", {}, spec)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from pipeline.decoding.config import LoadedMethod
-from pipeline.decoding.generate import Sampling, prefill, speculative
-from pipeline.drafts import objective_of
+from pipeline.decoding.generate import Sampling, decode_speculative, prefill
+from pipeline.drafts import make_objective
 from pipeline.features.batch import Batch, collate, collate_packed
-from pipeline.features.schema import Row
+from pipeline.features.schema import TextRow
 from pipeline.lm import attention
 from pipeline.lm.verifier import Verifier
 from tests.kit import positions_in
@@ -82,28 +82,28 @@ def test_it_counts_what_an_accelerator_is_waited_for(inference):
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def rows_for(draft) -> list[Row]:
+def rows_for(draft) -> list[TextRow]:
     generator, rows, layers = torch.Generator().manual_seed(0), [], len(draft.needs.auxiliary)
     for number, length in enumerate((20, 14, 9, 3)):
         tokens = torch.randint(0, 256, (length,), generator=generator).int().numpy()
         mask = ((np.arange(length) >= 3) & (np.arange(length) != 7)).astype(np.uint8)
         states = torch.randn(length, 1 + layers, 32, generator=generator)
-        rows.append(Row(f"row{number}", tokens, mask, states[:, 0], states[:, 1:]))
+        rows.append(TextRow(f"row{number}", tokens, mask, states[:, 0], states[:, 1:]))
     return rows
 
 
 def batch_for(draft, packed: bool) -> Batch:
     rows, auxiliary = rows_for(draft), range(len(draft.needs.auxiliary))
-    totals = dict.fromkeys(objective_of(draft.config).groups, 30)
+    totals = dict.fromkeys(make_objective(draft.config).groups, 30)
     if packed:
         packs = [[rows[0], rows[3]], [rows[1], rows[2]]]
-        return collate_packed(packs, positions_in(objective_of(draft.config), packs), totals, auxiliary=auxiliary)
-    return collate(rows, objective_of(draft.config), totals, auxiliary=auxiliary)
+        return collate_packed(packs, positions_in(make_objective(draft.config), packs), totals, auxiliary=auxiliary)
+    return collate(rows, make_objective(draft.config), totals, auxiliary=auxiliary)
 
 
 def compute_gradients(draft, batch: Batch):
     """Return loss, sums and gradients of a micro-batch."""
-    loss, sums = objective_of(draft.config).loss(draft, batch)
+    loss, sums = make_objective(draft.config).loss(draft, batch)
     loss.backward()
     return loss, sums, {name: p.grad for name, p in draft.named_parameters() if p.grad is not None}
 
@@ -130,11 +130,11 @@ def test_a_training_micro_batch_is_the_cpus_and_is_not_waited_for(loaded_target,
     with rehearsal() as counts:
         device_draft.to(DEVICE)
         device_draft.move_embed_head(DEVICE, torch.float32)
-        compute_gradients(device_draft, batch.pinned().to(DEVICE, torch.float32))  # what is brought there once
+        compute_gradients(device_draft, batch.pin_memory().to(DEVICE, torch.float32))  # what is brought there once
         device_draft.zero_grad()
         counts.waits.clear()
         counts.copies.clear()
-        loss, sums, got = compute_gradients(device_draft, batch.pinned().to(DEVICE, torch.float32))
+        loss, sums, got = compute_gradients(device_draft, batch.pin_memory().to(DEVICE, torch.float32))
         assert total(counts.waits) == expected_waits(name), counts.waits
         assert total(counts.copies) == 0, counts.copies
         assert torch.equal(loss.cpu(), want_loss)
@@ -153,7 +153,7 @@ def rounds_of(target, method: LoadedMethod, temperature: float):
     """Return a function that decodes an answer after a prompt that is in the cache already."""
     sampling = Sampling(6, NEVER, temperature=temperature, seed=3)
     ready = prefill(target, prompt_of(3), 6 + method.room(False), method.draft.needs.auxiliary)
-    return lambda: speculative(target, method, prompt_of(3), sampling, prefilled=ready)
+    return lambda: decode_speculative(target, method, prompt_of(3), sampling, prefilled=ready)
 
 
 def check_decodes_alike(target, embed_head, config, tree: dict, temperature: float = 0.0) -> None:
@@ -214,12 +214,12 @@ def test_cudnn_is_not_asked_for_a_gradient_that_it_makes_nan(monkeypatch, querie
     layer = torch.nn.Module()
     layer.is_causal, layer.num_key_value_groups = True, 2
     q, k = torch.randn(1, 4, queries, 8, requires_grad=trained), torch.randn(1, 2, keys, 8)
-    visible = attention.behind(keys - queries, queries, k.device)
-    mask = attention.additive(visible, k.dtype)[None, None] if masked else None
+    visible = attention.causal_mask(keys - queries, queries, k.device)
+    mask = attention.additive_mask(visible, k.dtype)[None, None] if masked else None
     with torch.set_grad_enabled(trained):
-        attention.grouped(layer, q, k, k, mask, scaling=1.0)
+        attention.grouped_attention(layer, q, k, k, mask, scaling=1.0)
         with rehearsal():
             device_mask = None if mask is None else mask.to(DEVICE)
-            attention.grouped(layer, q.to(DEVICE), k.to(DEVICE), k.to(DEVICE), device_mask, scaling=1.0)
+            attention.grouped_attention(layer, q.to(DEVICE), k.to(DEVICE), k.to(DEVICE), device_mask, scaling=1.0)
     assert enabled == [sound] * 2
     assert torch.backends.cuda.cudnn_sdp_enabled()

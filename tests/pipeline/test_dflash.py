@@ -12,13 +12,14 @@ from torch.nn.functional import cross_entropy, silu
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import RoundInput
-from pipeline.drafts import build, objective_of
+from pipeline.drafts import build, make_objective
 from pipeline.drafts.parallel import dflash
 from pipeline.drafts.parallel.dflash import DFlashConfig, even_layers
 from pipeline.drafts.parallel.dspark import DSparkConfig
-from pipeline.drafts.parts.layers import shapes_of
-from pipeline.features.batch import collate, counts
-from pipeline.features.schema import Row
+from pipeline.drafts.parts.layers import draft_shapes
+from pipeline.features.batch import collate
+from pipeline.features.positions import count_positions
+from pipeline.features.schema import TextRow
 from tests.pipeline.taught import make_draft, prompt_of
 
 LENGTH, BLOCK, GAP = 24, 5, 12
@@ -37,20 +38,20 @@ def config_of(kind=DFlashConfig, **more) -> DFlashConfig:
     return kind(**{"layers": 2, "block": BLOCK, "auxiliary_layers": [1, 2], "anchors": 7, **more})
 
 
-def row() -> Row:
+def row() -> TextRow:
     """Return a row with a user's token in the middle of the assistant's."""
     mask = (np.arange(LENGTH) >= 3) & (np.arange(LENGTH) != GAP)
     states = torch.randn(LENGTH, 3, 32, generator=torch.Generator().manual_seed(1))
     tokens = np.array(prompt_of(4, LENGTH), np.int32)
-    return Row("row", tokens, mask.astype(np.uint8), states[:, 0], states[:, 1:])
+    return TextRow("row", tokens, mask.astype(np.uint8), states[:, 0], states[:, 1:])
 
 
 def loss_of(draft):
     """Return the loss, its gradient and the anchors."""
-    objective, text_row = objective_of(draft.config), row()
+    objective, text_row = make_objective(draft.config), row()
     positions = objective.positions(text_row.input_ids, text_row.loss_mask)
     draft.zero_grad()
-    loss, _ = objective.loss(draft, collate([text_row], objective, counts([positions]), range(2)))
+    loss, _ = objective.loss(draft, collate([text_row], objective, count_positions([positions]), range(2)))
     loss.backward()
     return loss.item(), [p.grad.clone() for p in draft.parameters()], (positions[1].inputs + 1).tolist()
 
@@ -66,7 +67,7 @@ def turned(x_THI, positions, theta):
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
 
 
-def block_by_hand(draft, text_row: Row, anchor: int):
+def block_by_hand(draft, text_row: TextRow, anchor: int):
     """Return logits of the places that predict tokens after this anchor, from the states of the tokens before it;
     without DSpark's bias.
     """
@@ -99,7 +100,7 @@ def bias_by_hand(draft, token):
     return markov_head.markov_w2.weight @ markov_head.markov_w1.weight[token]
 
 
-def place_loss_by_hand(draft, text_row: Row, at: int, logits):
+def place_loss_by_hand(draft, text_row: TextRow, at: int, logits):
     """Return the loss of a place whose label is token `at`, given the text's token before it."""
     if isinstance(draft.config, DSparkConfig):
         logits = logits + bias_by_hand(draft, text_row.input_ids[at - 1])
@@ -205,9 +206,10 @@ def test_a_nodes_score_is_the_product_of_probabilities_conditioned_on_its_parent
 
 
 def test_anchors_are_the_assistants_and_drawn_by_seed_step_and_dialogue():
-    text_row, objective = row(), objective_of(config_of())
+    text_row, objective = row(), make_objective(config_of())
     all_of = (
-        objective_of(config_of(anchors=100)).positions(text_row.input_ids, text_row.loss_mask, (0, 1, 2))[1].inputs + 1
+        make_objective(config_of(anchors=100)).positions(text_row.input_ids, text_row.loss_mask, (0, 1, 2))[1].inputs
+        + 1
     )
     assert all_of.tolist() == [a for a in range(LENGTH - 1) if text_row.loss_mask[a] and text_row.loss_mask[a + 1]]
     drawn = {}
@@ -247,4 +249,4 @@ def test_the_mask_token_is_one_that_the_texts_lack(loaded_target, embed_head):
     configured.start_from_target([list(range(260))])
     assert configured.mask_token_id.item() == 9
     with pytest.raises(PipelineError, match="mask_token=260: the target's embedding has ids up to 259"):
-        build(config_of(mask_token=260), shapes_of(loaded_target.config))
+        build(config_of(mask_token=260), draft_shapes(loaded_target.config))

@@ -6,16 +6,16 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from pipeline.basics.errors import PipelineError
-from pipeline.drafts import build, objective_of, parameter_count
+from pipeline.drafts import build, make_objective, parameter_count
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.jakiro import JakiroConfig, MixtureOfExperts
-from pipeline.drafts.parts.layers import layer_config, shapes_of
+from pipeline.drafts.parts.layers import draft_shapes, layer_config
 from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead
 from tests.pipeline.families import LLAMA_3
 
 
 def shapes(width, mlp, heads, kv, vocabulary=32000, **more):
-    return shapes_of(
+    return draft_shapes(
         LlamaConfig(
             hidden_size=width,
             intermediate_size=mlp,
@@ -190,7 +190,7 @@ def test_a_cast_to_bf16_leaves_ropes_frequencies_in_fp32():
 def test_rope_is_the_targets(rope):
     size = {"hidden_size": 64, "intermediate_size": 8, "num_attention_heads": 4, "vocab_size": 50}
     target = LlamaConfig(**size, max_position_embeddings=512, rope_parameters=dict(rope))
-    draft = build(EagleConfig(kind="eagle"), shapes_of(target))
+    draft = build(EagleConfig(kind="eagle"), draft_shapes(target))
     positions, x = torch.arange(300)[None], torch.zeros(1, 300, 64)
     for got, want in zip(draft._rope[0](x, positions), LlamaRotaryEmbedding(target)(x, positions), strict=True):
         assert torch.equal(got, want)
@@ -252,7 +252,7 @@ def test_the_mixture_is_a_softmax_over_the_kept_experts_scores(experts, top_k):
 )
 def test_a_gate_more_than_halfway_to_the_same_experts_is_a_warning(experts, top_k, penalty, warned):
     config = JakiroConfig(experts=experts, experts_per_token=top_k, balance_loss=0.1)
-    objective = objective_of(config)
+    objective = make_objective(config)
     assert bool(objective.warning({"balance_penalty": penalty})) == warned
     assert objective.warning({}) is None
 
@@ -324,13 +324,13 @@ def test_branches_add_the_residual():
     u, layer = inputs(5), draft.layers[0]
     mixture, chosen, log_weights, contrast = parts(layer.mlp_moe, layer.post_attention_layernorm(u))
     heads = draft.heads(u)
-    assert [(term.name, term.group) for term in objective_of(draft.config).terms(0)] == [("next", 1), ("ahead", 2)]
+    assert [(term.name, term.group) for term in make_objective(draft.config).terms(0)] == [("next", 1), ("ahead", 2)]
     assert torch.equal(heads.ahead[0], u + mixture) and torch.equal(heads.ahead[1], u + contrast)
     assert all(torch.equal(got, u + chosen[:, place]) for place, got in enumerate(heads.experts))
     averaged = sum(w[:, None] * f for w, f in zip(log_weights.exp().T, heads.experts, strict=True))
     assert torch.allclose(averaged, heads.ahead[0], atol=1e-6)  # the weights sum to one, so the residual is added once
     eagle = build(EagleConfig(kind="eagle"), shapes(*TINY))
-    assert objective_of(eagle.config).groups == [1]
+    assert make_objective(eagle.config).groups == [1]
     assert torch.equal(eagle.heads(u).ahead[0], u + eagle.layers[0].mlp(eagle.layers[0].post_attention_layernorm(u)))
 
 

@@ -13,7 +13,7 @@ from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import Method, TreeConfig
-from pipeline.decoding.generate import Sampling, speculative
+from pipeline.decoding.generate import Sampling, decode_speculative
 from pipeline.drafts.prompt_lookup import PromptLookupConfig
 from pipeline.recipe.recipe import Recipe
 from pipeline.serving import bundle as bundling
@@ -90,8 +90,10 @@ def answered(loaded_target, tiny_target, embed_head, tmp_path_factory) -> dict[s
         tree = TREE if draft.config.levels_of(1) else replace(TREE, parallel=TREE.depth)
         (tmp_path / str(number)).mkdir()
         folder = released(tmp_path / str(number), recipe, draft, replace(METHODS[way], tree=tree))
-        method = checkpoint.read_config(folder).loaded(draft)
-        expected[way] = [speculative(loaded_target, method, prompt, Sampling(COUNT, NEVER)) for prompt in prompts]
+        method = checkpoint.read_config(folder).load_method(draft)
+        expected[way] = [
+            decode_speculative(loaded_target, method, prompt, Sampling(COUNT, NEVER)) for prompt in prompts
+        ]
         assert expected[way][0].acceptance.tau > 1.5  # it is a draft
     results = as_a_user(
         tmp_path, tmp_path, tiny_target, prompts,
@@ -241,9 +243,10 @@ def test_a_release_of_the_hub_and_a_second_tree_for_the_same_weights(
     small = TreeConfig(depth=1, top_k=1, nodes=2, parallel=1)
     (tmp_path / "other").mkdir()
     second = released(tmp_path / "other", tiny_recipe, draft, replace(ALONE, tree=small))
-    method = checkpoint.read_config(folder).loaded(draft)
+    method = checkpoint.read_config(folder).load_method(draft)
     expected = [
-        speculative(loaded_target, replace(method, tree=tree), prompt, Sampling(COUNT, NEVER)) for tree in (TREE, small)
+        decode_speculative(loaded_target, replace(method, tree=tree), prompt, Sampling(COUNT, NEVER))
+        for tree in (TREE, small)
     ]
     assert expected[0].acceptance.passes < expected[1].acceptance.passes
     results = as_a_user(

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding.generate import Sampling, plain
-from pipeline.features.engines import identity_of, open_source
+from pipeline.decoding.generate import Sampling, decode_plain
+from pipeline.features.engines import open_source, source_identity
 from pipeline.features.engines.in_process import ALIVE_EVERY, GumbelNoise
-from pipeline.features.source import Answer, FeatureSource, Prompt
+from pipeline.features.source import Answer, FeatureSource, GenerationPrompt
 from pipeline.lm.config import TargetConfig
 
 TEXTS = [[5, 9, 33, 7, 200], list(range(40, 75)), [11, 12]]
@@ -24,7 +24,7 @@ def greedy(source: FeatureSource, tokens: int = 12) -> Sampling:
 
 def test_it_says_what_its_states_are_without_being_loaded(tiny_target, source):
     config = TargetConfig(model=str(tiny_target), dtype="float32", device="cpu")
-    assert source.identity == identity_of(config, [1, 2])
+    assert source.identity == source_identity(config, [1, 2])
     assert (source.identity.engine, source.identity.dtype, source.identity.layers) == (
         "transformers",
         "float32",
@@ -45,11 +45,11 @@ def test_states_of_a_batch_are_those_of_each_text_alone(source, loaded_target):
 
 
 def test_answers_are_plain_decodings_whatever_else_is_in_the_batch_and_bring_their_states(source, loaded_target):
-    prompts, signs = [Prompt(text) for text in TEXTS], []
+    prompts, signs = [GenerationPrompt(text) for text in TEXTS], []
     together = list(source.answers(prompts, greedy(source, 40), alive=lambda: signs.append(1)))
     assert signs
     for prompt, answer in zip(prompts, together, strict=True):
-        assert answer.tokens == plain(loaded_target, prompt.tokens, greedy(source, 40)).tokens
+        assert answer.tokens == decode_plain(loaded_target, prompt.tokens, greedy(source, 40)).tokens
         assert answer.states_TSD is None
         for plainly in (False, True):  # `alive` is called for a single prompt, too
             signs.clear()
@@ -72,7 +72,9 @@ def test_logits_that_are_not_finite_are_refused(source, plainly, sound):
 
     def answers(prompts: list[list[int]], tokens: int) -> list[Answer]:
         forwards.clear()
-        return list(source.answers([Prompt(text) for text in prompts], Sampling(tokens, frozenset()), plainly=plainly))
+        return list(
+            source.answers([GenerationPrompt(text) for text in prompts], Sampling(tokens, frozenset()), plainly=plainly)
+        )
 
     hook = source._target.decoder.norm.register_forward_hook(spoil)
     try:
@@ -86,10 +88,12 @@ def test_logits_that_are_not_finite_are_refused(source, plainly, sound):
 
 def test_a_sampled_answer_depends_on_its_prompts_seed_and_not_on_its_neighbours(source):
     sampling = Sampling(16, source.stop_ids, temperature=1.0)
-    prompts = [Prompt(text, seed) for seed, text in enumerate(TEXTS)]
+    prompts = [GenerationPrompt(text, seed) for seed, text in enumerate(TEXTS)]
     together = [answer.tokens for answer in source.answers(prompts, sampling)]
     assert together == [answer.tokens for prompt in prompts for answer in source.answers([prompt], sampling)]
-    assert together != [answer.tokens for answer in source.answers([Prompt(text, 9) for text in TEXTS], sampling)]
+    assert together != [
+        answer.tokens for answer in source.answers([GenerationPrompt(text, 9) for text in TEXTS], sampling)
+    ]
     narrow = Sampling(16, source.stop_ids, temperature=1.0, top_k=1)
     assert [a.tokens for a in source.answers(prompts, narrow)] == [
         a.tokens for a in source.answers(prompts, greedy(source, 16))

@@ -12,7 +12,7 @@ import pytest
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.load import load_recipe
 from pipeline.running import cores, entry
-from pipeline.running.cores import asked_threads, check_process_count
+from pipeline.running.cores import check_process_count, read_omp_threads
 from pipeline.running.stages import Stage, run_stage
 from pipeline.running.state import train_state
 from tests.kit import PATIENCE, command_environment, recipe_tree, wait_until, write_recipe
@@ -276,7 +276,7 @@ def test_a_recipe_that_is_a_folder_is_said_to_be_one(tmp_path):
 
 
 def test_more_processes_than_a_machine_could_serve_are_refused(monkeypatch):
-    monkeypatch.setattr(cores, "cores", lambda: 2)
+    monkeypatch.setattr(cores, "count_cores", lambda: 2)
     check_process_count("features.workers", 32)
     with pytest.raises(PipelineError, match=r"features\.workers=33, but this machine has 2 cores: at most 32"):
         check_process_count("features.workers", 33)
@@ -289,4 +289,4 @@ def test_the_users_threads_are_those_of_omp_num_threads(monkeypatch, value, thre
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if value is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", value)
-    assert asked_threads() == threads
+    assert read_omp_threads() == threads

@@ -13,7 +13,7 @@ from pipeline.artifacts import checkpoint
 from pipeline.artifacts.imported import import_draft
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import LoadedMethod, Method, chain
-from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.generate import Sampling, decode_plain, decode_speculative
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config, Eagle3FrameConfig
 from pipeline.drafts.jakiro import PLUG_IN, ExpertsConfig, JakiroConfig, JakiroOnEagle3Config
@@ -25,7 +25,7 @@ from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target, fingerprint
 from pipeline.recipe.recipe import Recipe
-from pipeline.serving.export import export, tried
+from pipeline.serving.export import export, list_tested_engines
 from tests.kit import call, flip, recipe_tree, save_tiny_target, write_sharegpt
 from tests.pipeline.families import LLAMA_3, YARN, save
 from tests.pipeline.layouts import with_settings
@@ -280,11 +280,11 @@ def test_transformers_own_generate_takes_a_block_draft_in_as_many_passes_as_ours
     target, prompt = Target(config, "float32"), prompt_of(3)
     embed_head, answer = target.embed_head(fingerprint(config)), greedy(target, prompt, 40)
     draft = taught(target, embed_head, DFlashConfig(layers=2, block=6, mask_token=259), prompt, answer, steps=60)
-    expected = speculative(target, LoadedMethod(draft, chain(5, 5)), prompt, Sampling(40, NEVER))
+    expected = decode_speculative(target, LoadedMethod(draft, chain(5, 5)), prompt, Sampling(40, NEVER))
     method, out = Method(draft="jakiro", tree=chain(5, 5)), tmp_path / "out"
     release = write_release(tmp_path / "release", draft, Recipe.model_validate(tree), "jakiro", method)
     export(release, "transformers", out)
-    assert list(tried(release)) == ["vLLM 0.32.0", "transformers 5.23"]
+    assert list(list_tested_engines(release)) == ["vLLM 0.32.0", "transformers 5.23"]
     model, passes = AutoModelForCausalLM.from_pretrained(config.model), []
     model.register_forward_pre_hook(lambda *_: passes.append(1))
     ids, assistant = torch.tensor([prompt]), AutoModel.from_pretrained(out)
@@ -330,9 +330,9 @@ def test_the_embeddings_scale_is_in_fc_and_the_chain_is_the_same(released, impor
             draft = checkpoint.load(folder, embed_head.fingerprint)
             draft.bind(embed_head)
             method = LoadedMethod(draft, checkpoint.TreeConfig(**tree))
-            results.append(speculative(target, method, prompt_of(0), Sampling(24, NEVER)))
+            results.append(decode_speculative(target, method, prompt_of(0), Sampling(24, NEVER)))
         assert results[0].acceptance == results[1].acceptance
-        assert results[1].tokens == plain(target, prompt_of(0), Sampling(24, NEVER)).tokens
+        assert results[1].tokens == decode_plain(target, prompt_of(0), Sampling(24, NEVER)).tokens
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,12 @@ from safetensors.torch import save_file
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import (
     atomic_path,
+    compute_seal,
+    format_sealed_lines,
+    parse_sealed,
     read_json,
     read_sealed,
     read_sealed_lines,
-    seal_of,
-    sealed_lines,
-    unsealed,
     write_json,
     write_sealed,
     write_text,
@@ -148,7 +148,7 @@ def test_whichever_byte_is_flipped_the_content_is_the_same_or_refused(tmp_path, 
     for place in range(len(content)):
         flipped = content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :]
         try:
-            assert repr(unsealed(flipped, "x.json", "Do this.")) == repr(VALUE), flipped
+            assert repr(parse_sealed(flipped, "x.json", "Do this.")) == repr(VALUE), flipped
         except PipelineError as error:
             assert "x.json" in str(error) and str(error).endswith(". Do this.")
             refused += 1
@@ -192,10 +192,10 @@ ODD = [
 @example(ODD[4])
 @example(ODD[5])
 def test_a_seal_is_that_of_the_round_trip_through_json(value):
-    assert seal_of(value) == seal_of_the_round_trip(value)
+    assert compute_seal(value) == seal_of_the_round_trip(value)
     content = json.dumps(value | {"seal": seal_of_the_round_trip(value)}).encode()  # written by an earlier version
     again = json.loads(content)
-    assert again.pop("seal") and repr(unsealed(content, "x", "")) == repr(again)
+    assert again.pop("seal") and repr(parse_sealed(content, "x", "")) == repr(again)
 
 
 @pytest.mark.parametrize("value", [VALUE, {"a": [], "b": {}, "c": [[1], {"d": 2}], 'e"\n': "é\n"}, {}, *ODD[2:]])
@@ -218,14 +218,14 @@ def test_what_is_nested_as_deep_as_can_be_read_is_refused_as_well():
     """Somewhere here what could be read cannot be written again."""
     for depth in range(850, 1010):
         with pytest.raises(PipelineError, match=r"^x (was changed or damaged|is not JSON)"):
-            unsealed(b'{"seal": "0", "a": ' + b"[" * depth + b"]" * depth + b"}", "x", "")
+            parse_sealed(b'{"seal": "0", "a": ' + b"[" * depth + b"]" * depth + b"}", "x", "")
 
 
 def test_sealed_lines_come_back_and_none_can_be_changed_added_or_lost(tmp_path):
     path, values = tmp_path / "lines", [{"number": number, "text": "a\nb\u2028c"} for number in range(5)]
     assert read_sealed_lines(path, "") == []
     for count in (0, 5):
-        path.write_text(sealed_lines(values[:count]))
+        path.write_text(format_sealed_lines(values[:count]))
         assert read_sealed_lines(path, "") == values[:count]
     content = path.read_bytes()
     *lines, closing = content.splitlines(keepends=True)

@@ -14,8 +14,8 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.lm import fingerprint as module
 from pipeline.lm.config import TargetConfig
-from pipeline.lm.fingerprint import known_sha256
-from pipeline.lm.model import fingerprint, load_config, source
+from pipeline.lm.fingerprint import cached_sha256
+from pipeline.lm.model import fingerprint, load_config, locate_target
 from tests.kit import flip
 
 OLD = 1_600_000_000
@@ -44,8 +44,8 @@ def counted(monkeypatch, tmp_path) -> list[Path]:
     """The files that were read, with sums kept for small ones, too, and every file old enough."""
     read, compute = [], module._compute_sha256
     monkeypatch.setenv("JAKIRO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(module, "KEPT_FROM", 0)
-    monkeypatch.setattr("pipeline.basics.files.SETTLED", -1e9)
+    monkeypatch.setattr(module, "CACHED_FROM", 0)
+    monkeypatch.setattr("pipeline.basics.files.SETTLE_SECONDS", -1e9)
     monkeypatch.setattr(module, "_compute_sha256", lambda path, quiet: read.append(path) or compute(path, quiet))
     return read
 
@@ -53,39 +53,39 @@ def counted(monkeypatch, tmp_path) -> list[Path]:
 def test_a_file_is_read_once_until_it_changes(counted, tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"one")
-    assert known_sha256(path) == known_sha256(path) == sha256(path) and len(counted) == 1
+    assert cached_sha256(path) == cached_sha256(path) == sha256(path) and len(counted) == 1
     path.write_bytes(b"two")
     os.utime(path, (OLD, OLD))  # its time of change is another
-    assert known_sha256(path) == known_sha256(path) == sha256(path) and len(counted) == 2
+    assert cached_sha256(path) == cached_sha256(path) == sha256(path) and len(counted) == 2
     path.with_name("new").write_bytes(b"six")
     path.with_name("new").replace(path)
-    assert known_sha256(path) == sha256(path) and len(counted) == 3
+    assert cached_sha256(path) == sha256(path) and len(counted) == 3
 
 
 def test_several_at_once_read_it_once(counted, tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"weights" * 100_000)
     with ThreadPoolExecutor(8) as threads:
-        assert set(threads.map(lambda _: known_sha256(path), range(8))) == {sha256(path)}
+        assert set(threads.map(lambda _: cached_sha256(path), range(8))) == {sha256(path)}
     assert len(counted) == 1
 
 
 def test_a_file_that_changed_a_moment_ago_is_read_again(counted, monkeypatch, tmp_path):
     """Its times are too coarse to show another change in the same moment."""
-    monkeypatch.setattr("pipeline.basics.files.SETTLED", 1e9)
+    monkeypatch.setattr("pipeline.basics.files.SETTLE_SECONDS", 1e9)
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"one")
-    assert known_sha256(path) == known_sha256(path) and len(counted) == 2
+    assert cached_sha256(path) == cached_sha256(path) and len(counted) == 2
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"file": [], "sha256": "0"}'])
 def test_a_damaged_note_is_no_sum(counted, tmp_path, damage):
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"one")
-    known_sha256(path)
+    cached_sha256(path)
     (note,) = (tmp_path / "cache/sha256").glob("*.json")
     note.write_text(damage)
-    assert known_sha256(path) == sha256(path) and len(counted) == 2
+    assert cached_sha256(path) == sha256(path) and len(counted) == 2
 
 
 def test_a_cache_folder_that_cannot_be_made_costs_time_only(counted, monkeypatch, tmp_path):
@@ -93,7 +93,7 @@ def test_a_cache_folder_that_cannot_be_made_costs_time_only(counted, monkeypatch
     monkeypatch.setenv("JAKIRO_CACHE", str(tmp_path / "file"))
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"one")
-    assert known_sha256(path) == sha256(path)
+    assert cached_sha256(path) == sha256(path)
 
 
 # -- a target that is not there --------------------------------------------------------------------------------------
@@ -114,12 +114,12 @@ def test_a_folder_that_is_not_there_is_said_so_and_the_hub_is_not_asked(monkeypa
 def test_a_file_in_the_place_of_a_target_is_named(tmp_path):
     (tmp_path / "model.gguf").write_text("")
     with pytest.raises(PipelineError, match=r"model\.gguf' is a file: expected a folder"):
-        source(TargetConfig(model=str(tmp_path / "model.gguf")))
+        locate_target(TargetConfig(model=str(tmp_path / "model.gguf")))
 
 
 def test_the_home_folder_is_found(copied, monkeypatch):
     monkeypatch.setenv("HOME", str(copied.parent))
-    assert source(TargetConfig(model="~/target")).name == str(copied)
+    assert locate_target(TargetConfig(model="~/target")).name == str(copied)
     assert (
         json.loads((copied / "config.json").read_text())["hidden_size"]
         == load_config(TargetConfig(model="~/target")).hidden_size
@@ -127,4 +127,4 @@ def test_the_home_folder_is_found(copied, monkeypatch):
 
 
 def test_a_name_of_the_hub_is_left_to_the_hub():
-    assert source(TargetConfig(model="Qwen/Qwen3-8B")).name == "Qwen/Qwen3-8B"
+    assert locate_target(TargetConfig(model="Qwen/Qwen3-8B")).name == "Qwen/Qwen3-8B"

@@ -7,13 +7,13 @@ import torch
 from transformers import GptOssConfig
 
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.foreign import their_config
+from pipeline.artifacts.foreign import read_foreign_config
 from pipeline.artifacts.imported import import_draft
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts.eagle3 import Eagle3Config
 from pipeline.drafts.parts.names import AUXILIARY
-from pipeline.drafts.parts.one_layer import ttt_visible
-from pipeline.lm.attention import additive
+from pipeline.drafts.parts.one_layer import ttt_mask
+from pipeline.lm.attention import additive_mask
 from tests.pipeline.layouts import BLOCKS, DFLASH, EAGLE, EAGLE_3, P_EAGLE, assert_imported, with_settings
 from tests.pipeline.taught import make_draft, prompt_of
 
@@ -309,7 +309,7 @@ def test_keys_that_nothing_reads_are_printed(released):
 def test_nested_ids_of_gpt_oss_are_known_by_their_last_layer_alone(tmp_path):
     def ids(**config):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        return their_config(tmp_path, GptOssConfig(num_hidden_layers=4))[AUXILIARY]
+        return read_foreign_config(tmp_path, GptOssConfig(num_hidden_layers=4))[AUXILIARY]
 
     assert ids(eagle_config={AUXILIARY: [1, 4]}) == [1, 4]  # the last layer's output has no such number
     assert ids(eagle_config={AUXILIARY: [1, 2]}, **{AUXILIARY: [1, 2]}) == [1, 2]
@@ -365,7 +365,7 @@ def test_norms_biases_and_window_compute_what_engines_compute(loaded_target, emb
     rope = draft._rope[0](embedded[None], torch.arange(len(tokens))[None])
     expected = by_hand(draft.state_dict(), states[:, -len(draft.needs.auxiliary) :], embedded, rope, window=3)
     features = draft.features(states[:, -len(draft.needs.auxiliary) :])[None]
-    mask = additive(ttt_visible(1, torch.arange(len(tokens)), None, draft.config.window), torch.float32)[:, None]
+    mask = additive_mask(ttt_mask(1, torch.arange(len(tokens)), None, draft.config.window), torch.float32)[:, None]
     u = draft._trunk(features, tokens[None], torch.arange(len(tokens))[None], mask, None)
     torch.testing.assert_close(draft.logits(draft.heads(u).ahead[0])[0], expected, rtol=1e-4, atol=1e-4)
 

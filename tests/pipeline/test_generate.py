@@ -9,7 +9,7 @@ import torch
 
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import DraftOutput
-from pipeline.decoding.generate import Sampling, plain, prefill, speculative
+from pipeline.decoding.generate import Sampling, decode_plain, decode_speculative, prefill
 from pipeline.drafts.jakiro import JakiroConfig
 from pipeline.drafts.parts.module import TrainedDraft
 from pipeline.lm.config import TargetConfig
@@ -37,7 +37,7 @@ def test_greedy_answers_of_every_draft_and_kind_of_tree_are_plain_decodings(load
     name, trees = (kind, TREES.values()) if kind in VARIANTS else (KINDS[kind][0], [KINDS[kind][1]] * 2)
     for seed, tree in enumerate(trees):
         draft = grown(make_draft(loaded_target, embed_head, VARIANTS[name], seed), **tree)
-        got = speculative(loaded_target, draft, prompt_of(seed), Sampling(16, NEVER))
+        got = decode_speculative(loaded_target, draft, prompt_of(seed), Sampling(16, NEVER))
         assert got.tokens == greedy(loaded_target, prompt_of(seed), 16)
         assert got.acceptance.tokens == 15
 
@@ -63,7 +63,7 @@ def test_a_taught_draft_is_accepted_deeply_and_changes_nothing(loaded_target, te
     """Real drafts, long accepted paths: also the guard of positions, features and cache, which only cost acceptance."""
     prompt, answer = text
     draft = grown(taught_drafts[name], parallel=parallel, depth=4, top_k=4, nodes=50)
-    got = speculative(loaded_target, draft, prompt, Sampling(48, NEVER))
+    got = decode_speculative(loaded_target, draft, prompt, Sampling(48, NEVER))
     assert got.tokens == answer
     assert got.acceptance.tau > 3.5
 
@@ -81,8 +81,8 @@ def test_sampled_answers_of_best_candidates_are_plain_decodings_with_the_same_se
     accepted = 0
     for seed in range(2):
         sampling = Sampling(40, NEVER, **settings, seed=seed)
-        got = speculative(loaded_target, draft, text[0], sampling)
-        assert got.tokens == plain(loaded_target, text[0], sampling).tokens
+        got = decode_speculative(loaded_target, draft, text[0], sampling)
+        assert got.tokens == decode_plain(loaded_target, text[0], sampling).tokens
         accepted += got.acceptance.tokens - got.acceptance.passes
     assert accepted > 0
 
@@ -93,8 +93,8 @@ def test_the_repetition_penalty_is_every_nodes_own(loaded_target, text, taught_d
     name, tree = KINDS[kind]
     draft, prompt = grown(taught_drafts[name], **tree), text[0]
     sampling = Sampling(30, NEVER, repetition_penalty=1.4)
-    want = plain(loaded_target, prompt, sampling).tokens
-    assert want != plain(loaded_target, prompt, Sampling(30, NEVER)).tokens
+    want = decode_plain(loaded_target, prompt, sampling).tokens
+    assert want != decode_plain(loaded_target, prompt, Sampling(30, NEVER)).tokens
     transformers_ids = loaded_target.model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -104,15 +104,15 @@ def test_the_repetition_penalty_is_every_nodes_own(loaded_target, text, taught_d
         pad_token_id=0,
     )[0, len(prompt) :].tolist()
     assert want[: len(transformers_ids)] == transformers_ids
-    assert speculative(loaded_target, draft, prompt, sampling).tokens == want
+    assert decode_speculative(loaded_target, draft, prompt, sampling).tokens == want
 
 
 def test_many_stop_ids_end_an_answer_at_the_first_of_them(loaded_target, text, taught_drafts):
     prompt, answer = text
     stops = frozenset({answer[9], answer[14], answer[20], 259})
-    want = plain(loaded_target, prompt, Sampling(48, stops)).tokens
+    want = decode_plain(loaded_target, prompt, Sampling(48, stops)).tokens
     assert want[-1] in stops and not stops & set(want[:-1])
-    assert speculative(loaded_target, grown(taught_drafts["eagle"]), prompt, Sampling(48, stops)).tokens == want
+    assert decode_speculative(loaded_target, grown(taught_drafts["eagle"]), prompt, Sampling(48, stops)).tokens == want
 
 
 def test_a_round_reuses_every_accepted_tokens_keys_and_values(loaded_target, text, taught_drafts, monkeypatch):
@@ -125,7 +125,7 @@ def test_a_round_reuses_every_accepted_tokens_keys_and_values(loaded_target, tex
         lambda tokens, *rest, **more: forwarded.append(len(tokens)) or forward(tokens, *rest, **more),
     )
     draft = grown(taught_drafts["eagle"], depth=3, top_k=4, nodes=12)
-    got = speculative(loaded_target, draft, prompt, Sampling(30, NEVER))
+    got = decode_speculative(loaded_target, draft, prompt, Sampling(30, NEVER))
     assert forwarded == [len(prompt), *[12] * got.acceptance.passes]
     assert got.draft_forwards == 3 * got.acceptance.passes
 
@@ -138,9 +138,11 @@ def test_a_compiled_target_decodes_the_same_answers(tiny_target, loaded_target, 
     for name, tree in (("eagle3", deep), KINDS["jakiro, static, drawn"], ("eagle3, 3.1's norms", deep)):
         method = grown(make_draft(loaded_target, embed_head, VARIANTS[name]), **tree)
         for sampling in (Sampling(12, NEVER), Sampling(12, NEVER, temperature=1.0, seed=1)):
-            want = speculative(loaded_target, method, prompt, sampling)
-            assert speculative(compiled, method, prompt, sampling).tokens == want.tokens
-            assert plain(compiled, prompt, sampling).tokens == plain(loaded_target, prompt, sampling).tokens
+            want = decode_speculative(loaded_target, method, prompt, sampling)
+            assert decode_speculative(compiled, method, prompt, sampling).tokens == want.tokens
+            assert (
+                decode_plain(compiled, prompt, sampling).tokens == decode_plain(loaded_target, prompt, sampling).tokens
+            )
 
 
 def test_plain_decoding_is_transformers_greedy_search(loaded_target):
@@ -155,7 +157,7 @@ def test_plain_decoding_is_transformers_greedy_search(loaded_target):
                 eos_token_id=sorted(stop) or None,
                 pad_token_id=0,
             )[0, len(prompt) :].tolist()
-            got = plain(loaded_target, prompt, Sampling(20, stop)).tokens
+            got = decode_plain(loaded_target, prompt, Sampling(20, stop)).tokens
             if stop:
                 assert got == want[: len(got)] and got[-1] in stop and len(got) <= 6
             else:
@@ -214,8 +216,10 @@ ORACLE_TREES = [
 def decode_with(target, right, tree, count, stop=NEVER, prompt=None):
     prompt = prompt or prompt_of(1)
     sequence = [*prompt, *greedy(target, prompt, count + 8)]
-    got = speculative(target, grown(Oracle(sequence, right), **{"parallel": 1, **tree}), prompt, Sampling(count, stop))
-    assert got.tokens == plain(target, prompt, Sampling(count, stop)).tokens
+    got = decode_speculative(
+        target, grown(Oracle(sequence, right), **{"parallel": 1, **tree}), prompt, Sampling(count, stop)
+    )
+    assert got.tokens == decode_plain(target, prompt, Sampling(count, stop)).tokens
     assert len(got.depths) == len(got.tokens) and sum(map(bool, got.depths)) == sum(got.acceptance.accepted[1:])
     return got
 
@@ -280,9 +284,9 @@ def test_a_prompt_that_leaves_no_room_is_refused(loaded_target, embed_head):
     draft = grown(make_draft(loaded_target, embed_head, VARIANTS["eagle"]), depth=3, top_k=2, nodes=5)
     sampling = Sampling(24, NEVER)
     with pytest.raises(PipelineError, match=r"a prompt of 1001 tokens.* 24 more .*1024 positions.*max_new_tokens"):
-        plain(loaded_target, [1] * 1001, sampling)
+        decode_plain(loaded_target, [1] * 1001, sampling)
     with pytest.raises(PipelineError, match=r"a prompt of 998 tokens.* 27 more .*1024 positions"):
-        speculative(loaded_target, draft, [1] * 998, sampling)
+        decode_speculative(loaded_target, draft, [1] * 998, sampling)
 
 
 @pytest.mark.parametrize("length", [1, 400, 1024 - 4 - 3], ids=["one token", "longer than any taught", "the longest"])
@@ -290,7 +294,9 @@ def test_a_prompt_that_leaves_no_room_is_refused(loaded_target, embed_head):
 def test_a_prompt_of_any_length_is_decoded(loaded_target, embed_head, variant, length):
     draft = grown(make_draft(loaded_target, embed_head, VARIANTS[variant]), depth=3, top_k=2, nodes=5)
     prompt = prompt_of(9, length)
-    assert speculative(loaded_target, draft, prompt, Sampling(4, NEVER)).tokens == greedy(loaded_target, prompt, 4)
+    assert decode_speculative(loaded_target, draft, prompt, Sampling(4, NEVER)).tokens == greedy(
+        loaded_target, prompt, 4
+    )
 
 
 # -- the target's pass over a tree ----------------------------------------------------------------------------------
@@ -304,7 +310,9 @@ def test_every_nodes_states_are_a_plain_forwards_of_its_path_whatever_was_accept
     draft, rounds, prompt = make_draft(loaded_target, embed_head, VARIANTS["eagle3"]), [], prompt_of(7)
     monkeypatch.setattr(draft, "propose", planted(loaded_target, right))
     forwards, _ = forwards_of(loaded_target, monkeypatch)
-    got = speculative(loaded_target, grown(draft), prompt, Sampling(12, NEVER), lambda *seen: rounds.append(seen))
+    got = decode_speculative(
+        loaded_target, grown(draft), prompt, Sampling(12, NEVER), lambda *seen: rounds.append(seen)
+    )
     assert got.tokens == greedy(loaded_target, prompt, 12) and len(got.acceptance.accepted) > len(right)
     for (tokens, tree, logits_NV), states in zip(rounds, forwards, strict=True):
         for node, text in enumerate(texts_of_paths(tokens[:-1], tree)):
@@ -327,7 +335,7 @@ def test_the_loop_feeds_the_draft_true_states_beside_the_tokens_after_them(
         return start(state, inputs, *request)
 
     monkeypatch.setattr(draft, "start", spied)
-    got = speculative(loaded_target, grown(draft, depth=3, top_k=4, nodes=12), prompt, Sampling(30, NEVER))
+    got = decode_speculative(loaded_target, grown(draft, depth=3, top_k=4, nodes=12), prompt, Sampling(30, NEVER))
     states, tokens = torch.cat([part for part, _ in fed]), [token for _, part in fed for token in part]
     sequence = [*prompt, *got.tokens]
     assert tokens == sequence[1 : 1 + len(tokens)] and len(tokens) > len(prompt) + 15
@@ -345,9 +353,12 @@ def test_answers_that_share_the_prompts_forward_are_those_that_do_not(loaded_tar
     ]
     shared = prefill(loaded_target, prompt, 24 + 8, tuple(methods[1].draft.needs.auxiliary))
     for _ in range(2):
-        alone, together = plain(loaded_target, prompt, sampling), plain(loaded_target, prompt, sampling, shared)
+        alone, together = (
+            decode_plain(loaded_target, prompt, sampling),
+            decode_plain(loaded_target, prompt, sampling, shared),
+        )
         assert alone.tokens == together.tokens
         for method in methods:
-            alone = speculative(loaded_target, method, prompt, sampling)
-            together = speculative(loaded_target, method, prompt, sampling, prefilled=shared)
+            alone = decode_speculative(loaded_target, method, prompt, sampling)
+            together = decode_speculative(loaded_target, method, prompt, sampling, prefilled=shared)
             assert (alone.tokens, alone.acceptance) == (together.tokens, together.acceptance)

@@ -14,8 +14,8 @@ import torch
 from transformers import LlamaConfig, LlamaModel
 
 from pipeline.decoding.accept import Acceptance
-from pipeline.decoding.replay import decoded
-from pipeline.drafts import build, objective_of
+from pipeline.decoding.replay import replay_decoding
+from pipeline.drafts import build, make_objective
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config
 from pipeline.drafts.gumiho import GumihoConfig
@@ -25,12 +25,13 @@ from pipeline.drafts.parallel.dflash import DFlashConfig
 from pipeline.drafts.parallel.dspark import DSparkConfig
 from pipeline.drafts.parallel.medusa import MedusaConfig
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
-from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.drafts.parts.module import DraftModule
 from pipeline.drafts.skipper import SkipperConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
-from pipeline.features.batch import collate, counts
-from pipeline.features.schema import FeatureSpec, Row, stored
+from pipeline.features.batch import collate
+from pipeline.features.positions import count_positions
+from pipeline.features.schema import FeatureSpec, TextRow, to_stored_row
 from pipeline.features.shards import write_shard
 from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead
 from pipeline.lm.states import States
@@ -94,7 +95,7 @@ def one_thread():
 
 
 @cache
-def twenty_steps(kind: str) -> tuple[list[float], DraftModule, list[Row]]:
+def twenty_steps(kind: str) -> tuple[list[float], DraftModule, list[TextRow]]:
     """Return the losses, the draft and its rows, each with different random states."""
     generator = torch.Generator().manual_seed(0)
     target = LlamaConfig(
@@ -110,8 +111,8 @@ def twenty_steps(kind: str) -> tuple[list[float], DraftModule, list[Row]]:
     for number, length in enumerate((24, 17, 9, 3)):
         tokens = torch.randint(0, VOCABULARY, (length,), generator=generator).int().numpy()
         mask = (np.arange(length) >= 2).astype(np.uint8)
-        rows.append(Row(f"row{number}", tokens, mask, torch.randn(length, WIDTH, generator=generator)))
-    draft = build(CONFIGS[kind], shapes_of(target))
+        rows.append(TextRow(f"row{number}", tokens, mask, torch.randn(length, WIDTH, generator=generator)))
+    draft = build(CONFIGS[kind], draft_shapes(target))
     draft.initialise(1)
     if draft.token_ids_U is not None:
         draft.set_vocabulary(torch.arange(len(draft.token_ids_U)))
@@ -126,8 +127,8 @@ def twenty_steps(kind: str) -> tuple[list[float], DraftModule, list[Row]]:
     rows = [
         replace(row, auxiliary_TKD=torch.randn(len(row.input_ids), layers, WIDTH, generator=states)) for row in rows
     ]
-    objective = objective_of(draft.config)
-    totals = counts([objective.positions(row.input_ids, row.loss_mask) for row in rows])
+    objective = make_objective(draft.config)
+    totals = count_positions([objective.positions(row.input_ids, row.loss_mask) for row in rows])
     batch = collate(rows, objective, totals, auxiliary=range(layers))
     optimizer = torch.optim.AdamW(draft.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=1e-3, foreach=False)
     losses = []
@@ -166,13 +167,13 @@ def test_trees_accept_the_recorded_tokens(kind):
     total = Acceptance()
     for row in rows:
         states = States(row.hidden_TD, row.auxiliary_TKD, draft.needs.auxiliary)
-        total.merge(decoded(grown(draft, depth=4, top_k=12, nodes=60), states, row.input_ids.tolist(), 1))
+        total.merge(replay_decoding(grown(draft, depth=4, top_k=12, nodes=60), states, row.input_ids.tolist(), 1))
     assert (total.tokens, total.passes) == ACCEPTED[kind]
 
 
 def test_a_shard_has_the_recorded_bytes(tmp_path):
     """After an intended change, the new version of the format has to read or to refuse old shards."""
     states = torch.arange(5 * 4, dtype=torch.float32).view(5, 4)
-    row = Row("a row", np.arange(5, dtype=np.int32), np.ones(5, dtype=np.uint8), states.bfloat16())
+    row = TextRow("a row", np.arange(5, dtype=np.int32), np.ones(5, dtype=np.uint8), states.bfloat16())
     spec = FeatureSpec(4, "bfloat16", target="T", tokenizer="K", template="M", recipe="R", stop_ids="2")
-    assert write_shard(tmp_path, "train", 0, spec, [stored(row, 0, spec)], {}).sha256 == SHARD
+    assert write_shard(tmp_path, "train", 0, spec, [to_stored_row(row, 0, spec)], {}).sha256 == SHARD

@@ -8,14 +8,14 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from infra.plan.__main__ import make, workers_worth
+from infra.plan.__main__ import equivalent_workers, make_plan
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import TrainConfig
 from pipeline.running.crew import Crew, require_room
 from pipeline.running.gpus import DEVICE_VARIABLES, launch_command, require_choice
-from pipeline.running.stages import run, stages
+from pipeline.running.stages import list_stages, run
 from tests.kit import ROOT, command_environment, recipe_tree, write_recipe, write_sharegpt
 
 RANK = r"""
@@ -30,7 +30,7 @@ def test_the_ranks_get_the_gpus_that_the_user_chose(tmp_path, tiny_recipe, monke
     choice = {"CUDA_VISIBLE_DEVICES": "3,GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "ZE_AFFINITY_MASK": "1.0"}
     for name, value in choice.items():
         monkeypatch.setenv(name, value)
-    all_stages = stages("RECIPE", [], with_settings(tiny_recipe, "train", "auto", ranks=2))
+    all_stages = list_stages("RECIPE", [], with_settings(tiny_recipe, "train", "auto", ranks=2))
     command = next(stage.command for stage in all_stages if stage.name == "train")
     expected = [f"rank {rank} {' '.join(choice.values())} RECIPE" for rank in range(2)]
     assert printed_by_ranks(command, tmp_path) == expected
@@ -51,7 +51,7 @@ def test_each_side_gets_the_gpus_that_the_recipe_gives_it(tmp_path, tiny_recipe,
     for name in DEVICE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     recipe = with_settings(tiny_recipe, "train", "auto", ranks=None, gpus=[3, 1]).with_features(gpus=[0], keep="window")
-    dump, train, evaluation = stages("RECIPE", [], recipe)
+    dump, train, evaluation = list_stages("RECIPE", [], recipe)
     assert printed_by_ranks(train.command, tmp_path) == [f"rank {rank} 3,1 - RECIPE" for rank in range(2)]
     assert printed_by_ranks(dump.command, tmp_path) == printed_by_ranks(train.feeder, tmp_path) == ["rank - 0 - RECIPE"]
     assert printed_by_ranks(evaluation.command, tmp_path) == ["rank - - - RECIPE"]
@@ -108,7 +108,7 @@ def test_without_a_number_of_ranks_each_visible_gpu_is_one(monkeypatch):
                 {"dtype": "bfloat16", "ranks": 2, "micro_batch": 1, "global_batch": 4},
                 "zero_stage=0 would add the gradients of 2 micro-batches up in bfloat16",
             )
-            for command in (run, lambda recipe, _: make(load_recipe(recipe), {}))
+            for command in (run, lambda recipe, _: make_plan(load_recipe(recipe), {}))
         ),
         (run, "auto", {"ranks": None}, "is no multiple of micro_batch x ranks = 4 x 3"),  # every GPU
         (
@@ -182,6 +182,6 @@ def test_a_crew_without_room_is_refused(refused_crew, nodes, message):
 
 def test_workers_that_share_a_gpu_share_its_speed(tiny_recipe):
     config = tiny_recipe.features.model_copy(update={"workers": 8})
-    assert workers_worth(config) == 8
-    assert workers_worth(config.model_copy(update={"gpus_per_worker": 0.5})) == 4
-    assert workers_worth(config.model_copy(update={"gpus_per_worker": 4.0})) == 8
+    assert equivalent_workers(config) == 8
+    assert equivalent_workers(config.model_copy(update={"gpus_per_worker": 0.5})) == 4
+    assert equivalent_workers(config.model_copy(update={"gpus_per_worker": 4.0})) == 8

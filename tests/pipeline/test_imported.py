@@ -17,7 +17,7 @@ from pipeline.artifacts.imported import import_draft
 from pipeline.artifacts.unpickle import read_weights
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import LoadedMethod
-from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.generate import Sampling, decode_plain, decode_speculative
 from pipeline.lm.model import fingerprint
 from tests.kit import ROOT, call
 from tests.pipeline.layouts import BLOCKS, DFLASH, EAGLE, EAGLE_3, P_EAGLE, assert_imported, with_settings
@@ -87,8 +87,8 @@ def test_a_released_checkpoint_becomes_ours_to_the_bit(
     draft.bind(embed_head)
     method = LoadedMethod(draft, recipe.tree("theirs"))
     for sampling in (Sampling(16, NEVER), Sampling(16, NEVER, temperature=1.0, seed=1)):
-        got = speculative(loaded_target, method, prompt_of(1), sampling)
-        assert got.tokens == plain(loaded_target, prompt_of(1), sampling).tokens
+        got = decode_speculative(loaded_target, method, prompt_of(1), sampling)
+        assert got.tokens == decode_plain(loaded_target, prompt_of(1), sampling).tokens
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
@@ -236,8 +236,10 @@ def test_heads_whose_config_has_no_shapes_take_the_targets(
     assert_imported(recipe, weights)
     draft = checkpoint.load(recipe.paths.draft("theirs"), fingerprint(recipe.target))
     draft.bind(embed_head)
-    got = speculative(loaded_target, LoadedMethod(draft, recipe.tree("theirs")), prompt_of(1), Sampling(16, NEVER))
-    assert got.tokens == plain(loaded_target, prompt_of(1), Sampling(16, NEVER)).tokens
+    got = decode_speculative(
+        loaded_target, LoadedMethod(draft, recipe.tree("theirs")), prompt_of(1), Sampling(16, NEVER)
+    )
+    assert got.tokens == decode_plain(loaded_target, prompt_of(1), Sampling(16, NEVER)).tokens
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -406,7 +408,7 @@ def test_the_card_of_an_imported_draft_says_where_its_weights_are_from(released)
     recipe, folder, _ = released(EAGLE)
     import_draft(folder, recipe, "theirs")
     saved = checkpoint.read_config(recipe.paths.draft("theirs"))
-    assert saved.training_said == "imported from released"
+    assert saved.training_summary == "imported from released"
     text = (ROOT / "eval/release/card.md.jinja").read_text()
     begin = text.index('{% elif "imported" in training %}')
     part = text[begin : text.index("{% else %}", begin)].replace("elif", "if", 1) + "{% endif %}"

@@ -5,7 +5,7 @@ import pytest
 import pipeline
 from pipeline.__main__ import main
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding.generate import Sampling, plain
+from pipeline.decoding.generate import Sampling, decode_plain
 from pipeline.lm.chat import prompt_ids
 from tests.kit import call, write_recipe
 from tests.pipeline.taught import VARIANTS, greedy, taught
@@ -26,7 +26,7 @@ def test_a_loaded_release_answers_as_the_target_does(release, loaded_target, tin
     streamed: list[int] = []
     answer = loaded.generate(QUESTION, max_new_tokens=24, on_tokens=lambda new: streamed.extend(new) or 1)
     ids = prompt_ids(loaded_target.tokenizer, [{"role": "user", "content": QUESTION}])
-    expected = plain(loaded_target, ids, Sampling(24, frozenset(loaded_target.stop_ids())))
+    expected = decode_plain(loaded_target, ids, Sampling(24, frozenset(loaded_target.stop_ids())))
     assert answer.tokens == streamed == expected.tokens and len(answer.depths) == len(answer.tokens)
     assert answer.tau > 1.2 and sum(map(bool, answer.depths)) > 3 and answer.tokens_per_second > 0
     plain_answer = loaded.generate([{"role": "user", "content": QUESTION}], max_new_tokens=24, plainly=True)

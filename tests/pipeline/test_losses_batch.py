@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.drafts import build, objective_of
+from pipeline.drafts import build, make_objective
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3, Eagle3Config
 from pipeline.drafts.gumiho import GumihoConfig
@@ -17,26 +17,27 @@ from pipeline.drafts.parallel.dspark import DSparkConfig
 from pipeline.drafts.parallel.medusa import Medusa, MedusaConfig
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
 from pipeline.drafts.parts import losses
-from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.drafts.parts.losses import Labels, Term, TermBatch, chunk_rows, compute_term_sums, renormalised_teacher
 from pipeline.drafts.parts.objective import select_inputs, vocabulary_indices
 from pipeline.drafts.skipper import SkipperConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
-from pipeline.features.batch import Horizons, Noise, collate, collate_packed, trained
-from pipeline.features.schema import Row
+from pipeline.features.batch import Noise, collate, collate_packed
+from pipeline.features.positions import Horizons, trained_mask
+from pipeline.features.schema import TextRow
 from pipeline.lm.embedding_head import LMHead
 from tests.kit import mask_of, positions_in
 
 D, V, CPU = 6, 11, torch.device("cpu")
 
 
-def row_of(length: int, seed: int = 0, mask=None, width: int = D, vocabulary: int = V, layers: int = 0) -> Row:
+def row_of(length: int, seed: int = 0, mask=None, width: int = D, vocabulary: int = V, layers: int = 0) -> TextRow:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, vocabulary, (length,), generator=generator).int().numpy()
     mask = torch.randint(0, 2, (length,), generator=generator).numpy() if mask is None else np.array(mask)
     hidden = 2 * torch.randn(length, width, generator=generator)
     states = torch.randn(length, layers, width, generator=generator) if layers else None
-    return Row(f"row{seed}", tokens, mask.astype(np.uint8), hidden, states)
+    return TextRow(f"row{seed}", tokens, mask.astype(np.uint8), hidden, states)
 
 
 # -- which positions are trained ------------------------------------------------------------------------------------
@@ -56,7 +57,7 @@ def row_of(length: int, seed: int = 0, mask=None, width: int = D, vocabulary: in
     ],
 )
 def test_trained_positions_by_hand(mask, horizon, want):
-    got = trained(np.array(mask, dtype=np.uint8), horizon)
+    got = trained_mask(np.array(mask, dtype=np.uint8), horizon)
     assert (got.dtype, got.astype(int).tolist()) == (bool, want)
 
 
@@ -78,19 +79,19 @@ def test_collate_shifts_by_one(lengths):
             assert torch.equal(batch.labels_BTD[b, i], row.hidden_TD[i + 1] if real else zero)
             assert batch.tokens_BT[b, i] == (row.input_ids[i + 1] if real else 0)
             for h in (1, 2):
-                assert mask_of(batch, h)[b, i] == bool(real and trained(row.loss_mask, h)[i])
+                assert mask_of(batch, h)[b, i] == bool(real and trained_mask(row.loss_mask, h)[i])
 
 
 # -- noise ----------------------------------------------------------------------------------------------------------
 
 
 def test_noise_is_uniform_and_a_function_of_its_seed_alone():
-    values = Noise(0, 0, 2000, 0.1, (3, 0, 5)).drawn(D, CPU)
+    values = Noise(0, 0, 2000, 0.1, (3, 0, 5)).draw(D, CPU)
     assert values.shape == (2000, D) and abs(values.mean()) < 0.003
     assert -0.1 <= values.min() < -0.0999 and 0.0999 < values.max() <= 0.1
-    assert torch.equal(values, Noise(3, 7, 2000, 0.1, (3, 0, 5)).drawn(D, CPU))
+    assert torch.equal(values, Noise(3, 7, 2000, 0.1, (3, 0, 5)).draw(D, CPU))
     seeds = [(3, 0, 5), (4, 0, 5), (3, 1, 5), (3, 0, 6), (0, 3, 5)]
-    assert len({tuple(Noise(0, 0, 9, 0.1, seed).drawn(D, CPU).flatten().tolist()) for seed in seeds}) == len(seeds)
+    assert len({tuple(Noise(0, 0, 9, 0.1, seed).draw(D, CPU).flatten().tolist()) for seed in seeds}) == len(seeds)
 
 
 def test_noise_is_added_before_the_rounding_and_never_to_labels():
@@ -98,7 +99,7 @@ def test_noise_is_added_before_the_rounding_and_never_to_labels():
     clean = collate(rows, Horizons([1, 2]), {1: 1, 2: 1})
     noisy = replace(clean, noise=noise).to(CPU, torch.bfloat16)
     for b, n in ((0, 5), (1, 3)):
-        expected = rows[b].hidden_TD[:n] + noise[b].drawn(D, CPU)
+        expected = rows[b].hidden_TD[:n] + noise[b].draw(D, CPU)
         assert torch.equal(noisy.hidden_BTD[b, :n], expected.bfloat16()) and not noisy.hidden_BTD[b, n:].any()
     assert torch.equal(noisy.labels_BTD, clean.labels_BTD.bfloat16())
     assert torch.equal(noisy.tokens_BT, clean.tokens_BT) and noisy.tokens_BT.dtype == torch.long
@@ -118,7 +119,7 @@ def direct(prediction_BTD, rows, horizon, head):
     regression = classification = torch.zeros((), dtype=torch.float64)
     agree = positions = 0
     for b, row in enumerate(rows):
-        for i in trained(row.loss_mask, horizon).nonzero()[0].tolist():
+        for i in trained_mask(row.loss_mask, horizon).nonzero()[0].tolist():
             predicted, label = prediction_BTD[b, i].double(), row.hidden_TD[i + horizon].double()
             distance = (predicted - label).abs()
             regression = regression + torch.where(distance < 1, distance**2 / 2, distance - 0.5).mean()
@@ -142,7 +143,9 @@ def sums_of(predictions, batch, head):
     rows = batch.rows(sorted({horizon for horizon, _ in predictions.values()}), chunk)
     labels = Labels(batch.labels_BTD.flatten(0, 1)[rows.labels], rows.labels, renormalised_teacher(head), V, chunk)
     batches = [
-        TermBatch(Term(name, h, WEIGHTS), select_inputs(x, rows.inputs[h]), rows.among[h], rows.ends[h], 1.0)
+        TermBatch(
+            Term(name, h, WEIGHTS), select_inputs(x, rows.inputs[h]), rows.label_indices[h], rows.chunk_ends[h], 1.0
+        )
         for name, (h, x) in predictions.items()
     ]
     return compute_term_sums(batches, labels, head)
@@ -230,7 +233,7 @@ OTHER_CONFIGS = {
 
 
 def random_draft(config, loaded_target, embed_head):
-    draft = build(config, shapes_of(loaded_target.config))
+    draft = build(config, draft_shapes(loaded_target.config))
     draft.initialise(0)
     if draft.needs.auxiliary:  # their norms remove the scale of their inputs
         for weight in draft.parameters():
@@ -257,18 +260,18 @@ def wide_rows():
 
 
 def batch_of(draft, rows, totals):
-    return collate(rows, objective_of(draft.config), totals, auxiliary=range(len(draft.needs.auxiliary)))
+    return collate(rows, make_objective(draft.config), totals, auxiliary=range(len(draft.needs.auxiliary)))
 
 
 def packed_of(draft, packed, totals, width=0):
     auxiliary = range(len(draft.needs.auxiliary))
-    positions = positions_in(objective_of(draft.config), packed)
+    positions = positions_in(make_objective(draft.config), packed)
     return collate_packed(packed, positions, totals, width=width, auxiliary=auxiliary)
 
 
 def gradient_of(draft, batch):
     draft.zero_grad()
-    loss, sums = objective_of(draft.config).loss(draft, batch)
+    loss, sums = make_objective(draft.config).loss(draft, batch)
     loss.backward()
     return loss.item(), sums, torch.cat([p.grad.flatten() for p in draft.parameters()]).clone()
 
@@ -330,7 +333,7 @@ def test_an_answer_at_position_0_that_is_packed_second_trains_as_it_does_alone(d
     """The template has no header: only another dialogue comes before the first token."""
     kinds = {"width": 32, "vocabulary": 260, "layers": 3}
     rows = [row_of(9, 1, [0, 0] + [1] * 7, **kinds), row_of(8, 2, [1] * 6 + [0] * 2, **kinds)]
-    auxiliary, objective = range(len(draft.needs.auxiliary)), objective_of(draft.config)
+    auxiliary, objective = range(len(draft.needs.auxiliary)), make_objective(draft.config)
     results = [
         gradient_of(
             draft,
@@ -366,8 +369,8 @@ def input_states(draft, batch):
 def test_an_emptied_batch_has_neither_loss_nor_gradient(draft):
     batch = batch_of(draft, wide_rows(), TOTALS)
     input_states(draft, batch)[1, 2] = float("nan")
-    assert not torch.isfinite(objective_of(draft.config).loss(draft, batch)[0])
-    loss, sums, gradient = gradient_of(draft, batch.emptied())
+    assert not torch.isfinite(make_objective(draft.config).loss(draft, batch)[0])
+    loss, sums, gradient = gradient_of(draft, batch.empty_copy())
     assert loss == 0 and not gradient.any()
     assert not any(value for parts in sums.values() for value in parts.values())
 
@@ -387,8 +390,8 @@ def test_padding_changes_no_sum(any_draft):
     n = len(row.input_ids) - 1
     batch.hidden_BTD[0, n:], batch.labels_BTD[0, n:], batch.tokens_BT[0, n:] = 7.0, 9.0, 42
     input_states(any_draft, batch)[0, n:] = 7.0
-    padded, padded_sums = objective_of(any_draft.config).loss(any_draft, batch)
-    alone, sums = objective_of(any_draft.config).loss(any_draft, batch_of(any_draft, [row], totals))
+    padded, padded_sums = make_objective(any_draft.config).loss(any_draft, batch)
+    alone, sums = make_objective(any_draft.config).loss(any_draft, batch_of(any_draft, [row], totals))
     assert padded.item() == pytest.approx(alone.item(), rel=1e-5)
     for term in sums:
         for name, value in sums[term].items():
@@ -429,7 +432,7 @@ def test_an_own_heads_loss_and_gradients_are_autograds(
 ):
     monkeypatch.setattr(losses, "CHUNK_LOGITS", rows_per_chunk * 100 * 2)
     config = Eagle3Config(ttt_steps=2, vocabulary=100, objective=objective, teacher=teacher)
-    draft = Eagle3(config, shapes_of(loaded_target.config))
+    draft = Eagle3(config, draft_shapes(loaded_target.config))
     draft.initialise(0)
     for weight in draft.parameters():
         weight.data.mul_(5)
@@ -470,7 +473,7 @@ def test_a_masked_teacher_drops_the_same_positions_in_every_pass_packed_or_not(l
         batch = packed_of(draft, packed, TOTALS)
         leaves = [feature.detach().requires_grad_() for feature in draft(batch)[0]]
         draft.forward = lambda _, leaves=leaves: (leaves, None)
-        objective_of(draft.config).loss(draft, batch)[0].backward()
+        make_objective(draft.config).loss(draft, batch)[0].backward()
         del draft.forward
         likeliest_BT = embed_head.head(batch.labels_BTD).argmax(-1)
         trained_BT = mask_of(batch) & torch.tensor(
@@ -505,7 +508,7 @@ def test_heads_of_their_own_learn_the_texts_tokens(loaded_target, embed_head, co
     """The loss of head k at input i is the cross-entropy of t_{i+1+k}, read from the rows; 0 for a token outside of its
     vocabulary.
     """
-    draft = build(replace(config, vocabulary=vocabulary), shapes_of(loaded_target.config))
+    draft = build(replace(config, vocabulary=vocabulary), draft_shapes(loaded_target.config))
     draft.initialise(0)
     ids_U = torch.arange(260) if vocabulary is None else torch.arange(0, 200, 2)
     if vocabulary:
@@ -541,11 +544,11 @@ def test_gumihos_later_losses_are_of_two_steps_of_the_serial_part(loaded_target,
     """MLP j at input i takes fc of (t_{i+2}, F_i) and (t_{i+3}, F_{i+1}), and its label is f_{i+3+j}. Classifications
     count after the first `regression_steps`.
     """
-    draft = build(GumihoConfig(regression_steps=5), shapes_of(loaded_target.config))
+    draft = build(GumihoConfig(regression_steps=5), draft_shapes(loaded_target.config))
     draft.initialise(0)
     draft.bind(embed_head)
     row = wide_rows()[0]
-    objective = objective_of(draft.config)
+    objective = make_objective(draft.config)
     batch = batch_of(draft, [row], dict.fromkeys(objective.groups, 10))
     names = [term.name for term in objective.terms(0)]
     features, tokens = dict(zip(names, draft(batch)[0], strict=True)), torch.from_numpy(row.input_ids.astype(np.int64))

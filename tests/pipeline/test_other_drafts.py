@@ -15,19 +15,19 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding import replay
 from pipeline.decoding.config import LoadedMethod, TreeConfig
 from pipeline.decoding.contract import DraftRequest, Frontier, RoundInput
-from pipeline.decoding.generate import Sampling, plain, speculative
-from pipeline.drafts import DRAFTS, build, objective_of
+from pipeline.decoding.generate import Sampling, decode_plain, decode_speculative
+from pipeline.drafts import DRAFTS, build, make_objective
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config, TrainingTimeTestConfig
 from pipeline.drafts.gumiho import MLPS, GumihoConfig
 from pipeline.drafts.hydra import HydraConfig
 from pipeline.drafts.jakiro import JakiroConfig
 from pipeline.drafts.parallel.medusa import MedusaConfig
-from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.drafts.small_model import SmallModel, SmallModelConfig
 from pipeline.features.batch import collate
-from pipeline.features.schema import Row
-from pipeline.lm.attention import additive, behind
+from pipeline.features.schema import TextRow
+from pipeline.lm.attention import additive_mask, causal_mask
 from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead
 from pipeline.lm.model import Target, fingerprint
 from pipeline.lm.states import States
@@ -100,10 +100,10 @@ def training_logits(draft, text):
     """
     tokens, *both = text
     states, auxiliary = (part.to(next(draft.parameters()).dtype) for part in both)
-    row = Row("text", torch.tensor(tokens).int().numpy(), np.ones(LENGTH, np.uint8), states, auxiliary)
-    groups = objective_of(draft.config).groups
+    row = TextRow("text", torch.tensor(tokens).int().numpy(), np.ones(LENGTH, np.uint8), states, auxiliary)
+    groups = make_objective(draft.config).groups
     layers = [layer - 1 for layer in draft.needs.auxiliary]
-    batch = collate([row], objective_of(draft.config), dict.fromkeys(groups, 1), layers)
+    batch = collate([row], make_objective(draft.config), dict.fromkeys(groups, 1), layers)
     label_terms = [term for term in draft.config.terms(0) if not term.is_penalty]
     return [draft.logits(x.flatten(0, -2), term.head) for term, x in zip(label_terms, draft(batch)[0], strict=True)]
 
@@ -171,8 +171,8 @@ def test_a_window_hides_all_inputs_but_the_last_four(loaded_target, embed_head, 
     draft, tokens = make_draft(loaded_target, embed_head, config), torch.tensor(prompt_of(3, 24))
     layers = range(len(draft.needs.auxiliary))
     states = loaded_target.capture_all(tokens[None], list(draft.needs.auxiliary))[0].clone()
-    row = Row("", tokens.int().numpy(), torch.ones(24, dtype=torch.uint8).numpy(), states[:, 0], states[:, 1:])
-    objective = objective_of(config)
+    row = TextRow("", tokens.int().numpy(), torch.ones(24, dtype=torch.uint8).numpy(), states[:, 0], states[:, 1:])
+    objective = make_objective(config)
     batch = collate([row], objective, dict.fromkeys(objective.groups, 1), auxiliary=layers)
     states_given = (batch.auxiliary_BTSD if layers else batch.hidden_BTD).requires_grad_()
     first = draft(batch)[0][0]
@@ -210,8 +210,11 @@ def test_gumihos_three_forwards_by_hand(drafts, text, name):
     true, following = text[1][:9], torch.tensor(tokens[1:10])
 
     def serial(features, after):
-        positions, visible = torch.arange(len(after))[None], behind(0, len(after), after.device, draft.config.window)
-        mask = additive(visible, torch.float32)[None, None]
+        positions, visible = (
+            torch.arange(len(after))[None],
+            causal_mask(0, len(after), after.device, draft.config.window),
+        )
+        mask = additive_mask(visible, torch.float32)[None, None]
         return draft.heads(draft._trunk(features[None], after[None], positions, mask, None)).ahead[0][0]
 
     f_1 = serial(true, following)[-1]
@@ -281,7 +284,7 @@ def test_each_released_tensor_has_a_place_of_its_own_and_none_is_left(loaded_tar
     config, released, our_names = RELEASED[layout]
     draft, names = make_draft(loaded_target, embed_head, config), DRAFTS[config.kind].names
     table = names.table(draft, dict.fromkeys(released))
-    dropped = [name for name in released if name == "embed_tokens.weight" or re.match(names.unread, name)]
+    dropped = [name for name in released if name == "embed_tokens.weight" or re.match(names.ignored_tensors, name)]
     assert sorted(table[name] for name in released if name not in dropped) == sorted(draft.state_dict())
     assert len(dropped) == (layout in ("gumiho", "hydra++")) and table.items() >= our_names.items()
 
@@ -305,12 +308,12 @@ def small(tiny_recipe, loaded_target):
 def test_the_target_as_its_own_draft_is_accepted_whole(small, loaded_target, tiny_target, temperature):
     method, prompt = LoadedMethod(small(tiny_target), TreeConfig(depth=3, top_k=1, nodes=4)), prompt_of(3)
     sampling = Sampling(41, NEVER, temperature=temperature, seed=1)
-    got = speculative(loaded_target, method, prompt, sampling)
-    assert got.tokens == plain(loaded_target, prompt, sampling).tokens
+    got = decode_speculative(loaded_target, method, prompt, sampling)
+    assert got.tokens == decode_plain(loaded_target, prompt, sampling).tokens
     if temperature == 0:
         assert got.acceptance.tau == 4.0 and got.draft_forwards == 3 * got.acceptance.passes
         states = loaded_target.states(prompt + got.tokens)
-        assert replay.decoded(method, states, prompt + got.tokens, len(prompt)) == got.acceptance
+        assert replay.replay_decoding(method, states, prompt + got.tokens, len(prompt)) == got.acceptance
 
 
 @pytest.mark.parametrize("tree", [{"depth": 4, "top_k": 4, "nodes": 20}, {"paths": "eagle-1"}])
@@ -318,16 +321,16 @@ def test_another_model_of_the_tokenizer_changes_nothing(small, loaded_target, tm
     method = LoadedMethod(small(save_tiny_target(tmp_path, seed=7, layers=1)), TreeConfig(**tree))
     for seed in range(3):
         for sampling in (Sampling(20, NEVER), Sampling(20, NEVER, temperature=0.8, seed=seed)):
-            got = speculative(loaded_target, method, prompt_of(seed), sampling)
-            assert got.tokens == plain(loaded_target, prompt_of(seed), sampling).tokens
+            got = decode_speculative(loaded_target, method, prompt_of(seed), sampling)
+            assert got.tokens == decode_plain(loaded_target, prompt_of(seed), sampling).tokens
 
 
 def test_a_small_model_never_guesses_what_the_tokenizer_lacks(tmp_path):
     """Both embeddings have more rows than the tokenizer has tokens."""
     target = Target(save(tmp_path / "target", "llama-3.1", vocab_size=320), "float32")
     reader = Target(save(tmp_path / "small", "qwen3", vocab_size=300), "float32")
-    draft = SmallModel(SmallModelConfig(model="me/small"), shapes_of(target.config))
-    draft.read_by(reader, target.tokenizer, target.tokenizer)
+    draft = SmallModel(SmallModelConfig(model="me/small"), draft_shapes(target.config))
+    draft.attach_model(reader, target.tokenizer, target.tokenizer)
     assert draft.token_ids_U.tolist() == list(range(260))
     answer = draft._output(torch.randn(3, 32))
     assert answer.logits_LWU[0].shape == (3, 260)
@@ -400,8 +403,8 @@ def test_dialogues_too_short_for_a_horizon_have_no_loss_there(loaded_target, emb
     draft = make_draft(loaded_target, embed_head, VARIANTS[name])
     for length in (4, 2):
         states, layers = torch.randn(length, 1 + len(draft.needs.auxiliary), 32), range(len(draft.needs.auxiliary))
-        row = Row("short", np.zeros(length, np.int32), np.ones(length, np.uint8), states[:, 0], states[:, 1:])
-        objective = objective_of(draft.config)
+        row = TextRow("short", np.zeros(length, np.int32), np.ones(length, np.uint8), states[:, 0], states[:, 1:])
+        objective = make_objective(draft.config)
         loss, sums = objective.loss(draft, collate([row], objective, dict.fromkeys(objective.groups, 1), layers))
         assert loss.isfinite()
         for term in objective.terms(0):
@@ -438,7 +441,7 @@ def test_a_tree_that_the_draft_cannot_grow_is_refused_with_what_it_can():
 
 
 def test_a_head_begins_with_its_targets_scale_and_bias(loaded_target, embed_head):
-    draft = build(HydraConfig(heads=2, head_bias=True), shapes_of(loaded_target.config))
+    draft = build(HydraConfig(heads=2, head_bias=True), draft_shapes(loaded_target.config))
     weight, bias = torch.randn(260, 32), torch.randn(260)
     draft.bind(EmbeddingAndHead(embed_head.embedding_VD, LMHead(weight, bias, scale=0.25), ""))
     draft.start_from_target([])

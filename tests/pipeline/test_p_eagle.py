@@ -8,12 +8,12 @@ import torch
 from transformers import DynamicCache
 
 from pipeline.decoding.contract import DraftRequest, RoundInput
-from pipeline.drafts import objective_of
+from pipeline.drafts import make_objective
 from pipeline.drafts.parallel import p_eagle
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
 from pipeline.features.batch import collate
-from pipeline.features.schema import Row
-from pipeline.lm.attention import additive, behind
+from pipeline.features.schema import TextRow
+from pipeline.lm.attention import additive_mask, causal_mask
 from tests.pipeline.taught import make_draft, prompt_of
 
 SOURCES = 2  # layers of the small target that it fuses
@@ -28,29 +28,29 @@ CONFIGS = {
 def draft(request, loaded_target, embed_head, monkeypatch):
     """Return a draft that drops no guess in training, except in the variant "drawn"."""
     if request.param != "drawn":
-        monkeypatch.setattr(p_eagle, "LEAST", 1.0)
+        monkeypatch.setattr(p_eagle, "MIN_KEEP_RATE", 1.0)
     return make_draft(loaded_target, embed_head, CONFIGS[request.param])
 
 
-def row_of(seed: int, length: int, answers_from: int = 4) -> Row:
+def row_of(seed: int, length: int, answers_from: int = 4) -> TextRow:
     states = torch.randn(length, 1 + SOURCES, 32, generator=torch.Generator().manual_seed(seed))
     mask = (np.arange(length) >= answers_from).astype(np.uint8)
-    return Row(f"row{seed}", np.array(prompt_of(seed, length), np.int32), mask, states[:, 0], states[:, 1:])
+    return TextRow(f"row{seed}", np.array(prompt_of(seed, length), np.int32), mask, states[:, 0], states[:, 1:])
 
 
 def batch_of(draft, rows):
-    objective = objective_of(draft.config)
+    objective = make_objective(draft.config)
     return collate(rows, objective, dict.fromkeys(objective.groups, 10), auxiliary=range(SOURCES))
 
 
-def alone(draft, row: Row, place: int, depth: int) -> torch.Tensor:
+def alone(draft, row: TextRow, place: int, depth: int) -> torch.Tensor:
     """Return the guess of a depth after an input, by a causal forward over the inputs up to it and earlier guesses."""
     assert row.auxiliary_TKD is not None
     states = draft.features(row.auxiliary_TKD[: place + 1])
     masked = draft.features(draft.mask_hidden.view(SOURCES, -1))
     features = torch.cat([states, masked.expand(depth, -1)])[None]
     tokens = [*row.input_ids[1 : place + 2].tolist(), *[int(draft.mask_token_id)] * depth]
-    mask = additive(behind(0, len(tokens), states.device, draft.config.window), features.dtype)[None, None]
+    mask = additive_mask(causal_mask(0, len(tokens), states.device, draft.config.window), features.dtype)[None, None]
     positions = torch.arange(len(tokens))[None]
     return draft._layers(features, torch.tensor([tokens]), positions, mask, DynamicCache())[0, -1]
 
@@ -90,7 +90,7 @@ def test_decoding_in_pieces_guesses_what_training_does(draft):
 
 
 def test_what_is_drawn_for_a_depth_is_drawn_for_those_before_it():
-    objective = objective_of(PEagleConfig(depths=8))
+    objective = make_objective(PEagleConfig(depths=8))
     ids, mask = np.zeros(4001, np.int32), np.ones(4001, np.uint8)
     positions = objective.positions(ids, mask, (0, 7, 3))
     inputs = [set(positions[group].inputs.tolist()) for group in sorted(positions)]

@@ -6,8 +6,8 @@ import torch
 from pipeline.basics.errors import PipelineError
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead
-from pipeline.lm.model import Target, load_embed_head, placement
-from pipeline.lm.verifier import rounding
+from pipeline.lm.model import Target, load_embed_head, placement_options
+from pipeline.lm.verifier import rounding_bound
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def gpus(monkeypatch):
 def test_transformers_is_told_where_weights_go(tiny_target, gpus, monkeypatch, device, expected):
     """Loaded on the CPU and moved, eight workers would need eight copies in the host's memory."""
     config, requested = TargetConfig(model=str(tiny_target), device=device), {}
-    assert placement(config) == expected
+    assert placement_options(config) == expected
 
     def stop(_, **options):
         requested.update(options)
@@ -41,9 +41,9 @@ def test_transformers_is_told_where_weights_go(tiny_target, gpus, monkeypatch, d
 
 
 def test_without_a_gpu_nothing_is_placed(tiny_target):
-    assert placement(TargetConfig(model=str(tiny_target))) == {}
+    assert placement_options(TargetConfig(model=str(tiny_target))) == {}
     with pytest.raises(PipelineError, match="torch sees no accelerator"):
-        placement(TargetConfig(model=str(tiny_target), device="spread"))
+        placement_options(TargetConfig(model=str(tiny_target), device="spread"))
 
 
 def test_the_ends_are_mapped_from_the_file_until_they_are_moved(tiny_target):
@@ -79,10 +79,10 @@ def test_a_heads_effects_move_with_it():
 
 def test_rounding_is_allowed_for_where_there_is_any():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert rounding(torch.float32, cpu) == 0
-    assert rounding(torch.bfloat16, cpu) == rounding(torch.bfloat16, gpu) == 4 * 2**-7
-    assert rounding(torch.float16, gpu) == 4 * 2**-10
-    assert rounding(torch.float32, gpu) == 64 * 2**-23
+    assert rounding_bound(torch.float32, cpu) == 0
+    assert rounding_bound(torch.bfloat16, cpu) == rounding_bound(torch.bfloat16, gpu) == 4 * 2**-7
+    assert rounding_bound(torch.float16, gpu) == 4 * 2**-10
+    assert rounding_bound(torch.float32, gpu) == 64 * 2**-23
 
 
 class Moved(torch.nn.Module):
@@ -104,7 +104,7 @@ def test_a_head_that_is_off_by_more_than_rounding_is_refused(tiny_target, dtype,
     target = Target(TargetConfig(model=str(tiny_target), device="cpu"), dtype)
     with torch.inference_mode():
         largest = target.head(target.capture(torch.arange(8)[None])).abs().max().item()
-    allowed, head = rounding(target.dtype, target.device) * largest or 1, target.head
+    allowed, head = rounding_bound(target.dtype, target.device) * largest or 1, target.head
     target.head = Moved(head, below * allowed)
     target._require_split("tiny")
     target.head = Moved(head, above * allowed)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.basics import progress
-from pipeline.basics.progress import EVERY, IDLE, Progress, Screen, duration, events, publish
+from pipeline.basics.progress import EVERY, IDLE, Progress, Screen, format_duration, read_events, set_record_path
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_on_a_terminal_a_line_stands_in_its_place_and_is_as_long_as_that_is_wide
         screen, shown = Screen(out), Progress("decode", 1000, "tokens", quiet=True)
         shown.advance(500)
         screen.show(shown.event, "eval")
-        screen.say("a [line]")
+        screen.write_line("a [line]")
         screen.show(None, "train")
         screen.close()
         text = b""
@@ -108,7 +108,7 @@ def test_on_a_terminal_a_line_stands_in_its_place_and_is_as_long_as_that_is_wide
     [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (5400, "1.5 h"), (90_000, "25.0 h")],
 )
 def test_durations(seconds, text):
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 # -- what is recorded ------------------------------------------------------------------------------------------------
@@ -116,37 +116,37 @@ def test_durations(seconds, text):
 
 def test_the_newest_event_of_each_stage_is_in_the_runs_folder(run, clock):
     for stage in ("dump", "feed"):
-        publish(run, stage)
+        set_record_path(run, stage)
         with Progress("texts", 2, "files") as shown:
             shown.advance(2)
         with Progress(stage, 10, "tokens") as shown:
             clock.now += 1
             shown.advance(4, loss="2.1")
             shown.advance(1, loss="2.2")  # too soon to be written at once
-            assert events(run)[stage].done == 4
-    assert events(run) == {"dump": events(run)["dump"], "feed": shown.event}
-    assert shown.event.done == events(run)["dump"].done == 5 and shown.event.figures == {"loss": "2.2"}
+            assert read_events(run)[stage].done == 4
+    assert read_events(run) == {"dump": read_events(run)["dump"], "feed": shown.event}
+    assert shown.event.done == read_events(run)["dump"].done == 5 and shown.event.figures == {"loss": "2.2"}
 
 
 def test_what_is_being_done_is_recorded_at_once(run, clock):
-    publish(run, "dump")
+    set_record_path(run, "dump")
     with Progress("dump", 10, "tokens") as shown:
         shown.note("loading the target")
-        assert events(run)["dump"].figures == {"now": "loading the target"}
+        assert read_events(run)["dump"].figures == {"now": "loading the target"}
         with pytest.raises(KeyboardInterrupt) as caught, shown:
             shown.reach(1700, in_work=1200)
             raise KeyboardInterrupt
     assert caught.value.__notes__ == ["but the 1,200 tokens of what is in work, which are made again"]
-    assert events(run)["dump"].lost in caught.value.__notes__
+    assert read_events(run)["dump"].lost in caught.value.__notes__
 
 
 def test_who_is_quiet_has_not_said_where_or_cannot_write_stops_nobody(run):
     with Progress("dump", 3, "tokens") as shown:
         shown.advance(1)
-    publish(run, "train")
+    set_record_path(run, "train")
     with Progress("train", 3, "steps", quiet=True) as shown:
         shown.advance(1)
-    assert not run.exists() and not events(run) and shown.event.done == 1
+    assert not run.exists() and not read_events(run) and shown.event.done == 1
     run.write_text("a file is in the way")
     with Progress("dump", 3, "tokens") as shown:
         shown.advance(1)

@@ -11,9 +11,9 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding import replay
 from pipeline.decoding.config import LoadedMethod, TreeConfig
 from pipeline.decoding.contract import RoundInput
-from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.generate import Sampling, decode_plain, decode_speculative
 from pipeline.drafts import make, make_untrained
-from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.drafts.prompt_lookup import LONGEST, Corpus, PromptLookupConfig
 from tests.pipeline.scripted import paths_of
 from tests.pipeline.taught import NEVER, greedy, prompt_of
@@ -75,28 +75,28 @@ def test_reading_on_is_reading_all(text, pieces):
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 9}, {"repetition_penalty": 1.3}])
 def test_its_answers_are_plain_decodings(loaded_target, settings):
     method = LoadedMethod(
-        make(PromptLookupConfig(), shapes_of(loaded_target.config)), TreeConfig(depth=5, top_k=3, nodes=12)
+        make(PromptLookupConfig(), draft_shapes(loaded_target.config)), TreeConfig(depth=5, top_k=3, nodes=12)
     )
     accepted = 0
     for seed in range(5):
         prompt, sampling = prompt_of(seed, 20) * 3, Sampling(30, NEVER, **settings, seed=seed)
-        got = speculative(loaded_target, method, prompt, sampling)
-        assert got.tokens == plain(loaded_target, prompt, sampling).tokens
+        got = decode_speculative(loaded_target, method, prompt, sampling)
+        assert got.tokens == decode_plain(loaded_target, prompt, sampling).tokens
         assert got.draft_forwards == 0
         accepted += got.acceptance.tokens - got.acceptance.passes
     assert accepted > 0 or settings
 
 
 def test_the_replay_counts_what_decoding_does(loaded_target):
-    lookup, prompt = make(PromptLookupConfig(), shapes_of(loaded_target.config)), prompt_of(3, 20) * 2
+    lookup, prompt = make(PromptLookupConfig(), draft_shapes(loaded_target.config)), prompt_of(3, 20) * 2
     tokens = prompt + greedy(loaded_target, prompt, 40)
     largest = TreeConfig(depth=5, top_k=10, nodes=6, parallel=1)
-    counted = replay.counter(lookup, loaded_target.states(tokens), tokens, len(prompt), largest)
+    counted = replay.make_counter(lookup, loaded_target.states(tokens), tokens, len(prompt), largest)
     for depth, top_k, nodes in ((5, 1, 6), (3, 2, 7), (1, 3, 3)):
         tree = TreeConfig(depth=depth, top_k=top_k, nodes=nodes, parallel=1)
         assert (
             counted(tree)
-            == speculative(loaded_target, LoadedMethod(lookup, tree), prompt, Sampling(40, NEVER)).acceptance
+            == decode_speculative(loaded_target, LoadedMethod(lookup, tree), prompt, Sampling(40, NEVER)).acceptance
         )
 
 
@@ -158,7 +158,7 @@ def test_the_text_itself_comes_before_a_corpus_that_agrees_as_long(tmp_path):
 
 def test_a_corpus_changes_no_answer(loaded_target, tmp_path):
     """The corpus holds the target's own answer, so that much is accepted."""
-    prompt, shapes, taus = prompt_of(5, 20), shapes_of(loaded_target.config), {}
+    prompt, shapes, taus = prompt_of(5, 20), draft_shapes(loaded_target.config), {}
     (tmp_path / "text").write_text("any")
     answer = greedy(loaded_target, prompt, 40)
     for corpus in (None, str(tmp_path / "text")):
@@ -166,7 +166,7 @@ def test_a_corpus_changes_no_answer(loaded_target, tmp_path):
             PromptLookupConfig(corpus=corpus), shapes, lambda: lambda *_, **__: {"input_ids": answer}
         )
         method = LoadedMethod(lookup, TreeConfig(depth=5, top_k=1, nodes=6))
-        got = speculative(loaded_target, method, prompt, Sampling(40, NEVER))
+        got = decode_speculative(loaded_target, method, prompt, Sampling(40, NEVER))
         assert got.tokens == answer
         taus[corpus is None] = got.acceptance.tau
     assert taus[False] > 3 and taus[False] > taus[True]

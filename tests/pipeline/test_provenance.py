@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from pipeline.artifacts.provenance import (
+    describe_settings,
     hardware,
     own_recipe,
-    recorded,
-    settings_said,
+    read_recorded,
     write_own_recipe,
     write_provenance,
 )
@@ -101,7 +101,7 @@ def differing(recipe: Recipe, **sections) -> tuple[Recipe, list[str]]:
 
 def test_the_keys_that_a_draft_was_trained_with_otherwise_are_named_with_both_values(tiny_recipe, tmp_path):
     write_provenance(tmp_path, tiny_recipe)
-    stored_recipe = recorded(tmp_path)
+    stored_recipe = read_recorded(tmp_path)
     assert stored_recipe.differences(*differing(tiny_recipe)) == ""
     drafts = {name: {**config.to_json(), "fc_bias": True} for name, config in tiny_recipe.draft.items()}
     changed = differing(tiny_recipe, target={"template_keywords": {"enable_thinking": False}}, draft=drafts)
@@ -119,7 +119,7 @@ def test_layers_and_dtype_that_follow_from_the_drafts_are_named(tiny_recipe, tmp
     write_provenance(tmp_path, tiny_recipe)
     drafts = {**tiny_recipe.model_dump(mode="json")["draft"], "third": {"kind": "eagle3"}}
     changed, _ = differing(tiny_recipe, draft=drafts)
-    assert recorded(tmp_path).differences(changed, dump_keys(changed)) == (
+    assert read_recorded(tmp_path).differences(changed, dump_keys(changed)) == (
         'features.stored_dtype: "bfloat16" -> "float8_e4m3fn", features.auxiliary_layers: [] -> ["default"]'
     )
 
@@ -127,11 +127,11 @@ def test_layers_and_dtype_that_follow_from_the_drafts_are_named(tiny_recipe, tmp
 def test_this_users_own_recipe_also_tells_the_folder_of_a_path(tiny_recipe, tmp_path):
     write_provenance(tmp_path, tiny_recipe)
     moved, keys = differing(tiny_recipe, data={"source": "/elsewhere/data.json"})
-    assert settings_said(recorded(tmp_path), moved, keys).endswith(
+    assert describe_settings(read_recorded(tmp_path), moved, keys).endswith(
         "lies in another folder, which recipe.json does not keep"
     )
     write_own_recipe(tmp_path, tiny_recipe)
-    message = recorded(tmp_path).differences(moved, keys)
+    message = read_recorded(tmp_path).differences(moved, keys)
     assert message == f'data.source: "{tiny_recipe.data.source}" -> "/elsewhere/data.json"'
 
 
@@ -146,7 +146,9 @@ HOSTILE = {
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
 def test_a_recipe_that_cannot_be_read_names_nothing_and_stops_nothing(tiny_recipe, tmp_path, content):
     (tmp_path / "recipe.json").write_bytes(content)
-    assert settings_said(recorded(tmp_path), *differing(tiny_recipe)).startswith("which keys differ is not known: no")
+    assert describe_settings(read_recorded(tmp_path), *differing(tiny_recipe)).startswith(
+        "which keys differ is not known: no"
+    )
 
 
 def test_a_strangers_recipe_is_shown_cut_and_moves_no_cursor(tiny_recipe, tmp_path, monkeypatch):
@@ -154,13 +156,13 @@ def test_a_strangers_recipe_is_shown_cut_and_moves_no_cursor(tiny_recipe, tmp_pa
     tree = {"data": {"source": "\x1b[2J" + "x" * 9000, "split": "secret-of-mine"}, "features": {"stored_dtype": [{}]}}
     tree |= {"target": {f"key\x1b{number}": 1 for number in range(99)}, "draft": {"eagle": {"kind": "\x1b"}}}
     write_sealed(tmp_path / "recipe.json", tree)
-    stored_recipe = recorded(tmp_path)
+    stored_recipe = read_recorded(tmp_path)
     message = [
-        settings_said(stored_recipe, tiny_recipe, [section]) for section in ("data", "target", "draft", "features")
+        describe_settings(stored_recipe, tiny_recipe, [section]) for section in ("data", "target", "draft", "features")
     ]
     assert stored_recipe.layers is None and not any("\x1b" in line or "secret-of-mine" in line for line in message)
     assert max(map(len, message)) < 2500 and re.search(r", and \d+ more keys$", message[1])
-    assert settings_said(stored_recipe, tiny_recipe, ["target.key\x1b1"]) == r"'target.key\x1b1': 1 -> absent"
+    assert describe_settings(stored_recipe, tiny_recipe, ["target.key\x1b1"]) == r"'target.key\x1b1': 1 -> absent"
 
 
 def test_the_hardware_of_a_run_on_the_cpu_is_the_cpu(monkeypatch):
@@ -194,7 +196,7 @@ def test_a_recipe_that_is_no_json_object_is_one_clear_error(tmp_path, content):
 
 def test_what_differs_of_a_release_is_named_with_both_values(tiny_recipe, tmp_path):
     write_provenance(tmp_path, tiny_recipe)
-    release = recorded(tmp_path)
+    release = read_recorded(tmp_path)
     assert release.differences(tiny_recipe, release_keys(tiny_recipe)) == ""
     tree = tiny_recipe.model_dump(mode="json")
     tree["eval"] |= {"max_new_tokens": 9, "workers": 2}

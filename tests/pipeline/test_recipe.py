@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.artifacts.provenance import write_provenance
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.parse import from_json
+from pipeline.basics.parse import parse_settings
 from pipeline.basics.section import Section
 from pipeline.basics.settings import Settings
 from pipeline.decoding.config import Method, TreeConfig
@@ -227,7 +227,7 @@ def test_a_method_is_complete_and_stays_the_same_through_json(recipe_file):
     assert recipe.methods["main"] == Method(draft="main", tree=TreeConfig(depth=3, top_k=4, nodes=12, parallel=2))
     assert recipe.methods["both"].sources == ["main", "lookup"]
     for method in recipe.methods.values():
-        assert from_json(Method, json.loads(json.dumps(method.to_json()))) == method
+        assert parse_settings(Method, json.loads(json.dumps(method.to_json()))) == method
 
 
 # -- overrides -------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pipeline.decoding import generate
-from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.generate import Sampling, decode_plain, decode_speculative
 from tests.pipeline.exact import drawn_error, every_outcome
 from tests.pipeline.taught import NEVER, VARIANTS, grown, logits_after, make_draft
 
@@ -56,8 +56,8 @@ def test_the_first_two_sampled_tokens_have_exactly_the_targets_distribution(
     def answer(script):
         monkeypatch.setattr(generate, "Sampler", lambda seed: Enumerated(script))
         if method == "plain":
-            return plain(loaded_target, prompt, sampling)
-        return speculative(loaded_target, taught_method, prompt, sampling)
+            return decode_plain(loaded_target, prompt, sampling)
+        return decode_speculative(loaded_target, taught_method, prompt, sampling)
 
     joint = dict.fromkeys(expected, 0.0)
     for got, weight in every_outcome(answer):
@@ -86,7 +86,7 @@ def test_the_rule_for_drawn_candidates_gives_real_rounds_the_targets_distributio
     """Enumerated on the heaviest tokens of each round; a wrong rule is seen there."""
     draft, rounds = make_draft(loaded_target, embed_head, VARIANTS["eagle"]), []
     method, sampling = grown(draft, paths="eagle-1", siblings="drawn"), Sampling(4, NEVER, temperature=1.0, seed=1)
-    speculative(loaded_target, method, [65, 66, 67], sampling, lambda *seen: rounds.append(seen))
+    decode_speculative(loaded_target, method, [65, 66, 67], sampling, lambda *seen: rounds.append(seen))
     drawn = [(tree, sampling.probabilities(logits_NV)[0]) for _, tree, logits_NV in rounds]
     assert drawn and all(drawn_error(tree, p_V) < 1e-12 for tree, p_V in drawn)
     for flaw in ("always accepts", "conditions on the token only"):
@@ -111,7 +111,7 @@ def test_no_token_outside_the_processed_support_is_emitted(loaded_target, text, 
     draft = grown(taught_drafts[name], **tree)
     for seed in range(5):
         sampling = Sampling(24, NEVER, **{"temperature": 1.0, **processing}, seed=seed)
-        got = speculative(loaded_target, draft, prompt, sampling).tokens
+        got = decode_speculative(loaded_target, draft, prompt, sampling).tokens
         p_TV = sampling.probabilities(logits_after(loaded_target, [*prompt, *got[:-1]])[len(prompt) - 1 :])
         assert (p_TV[range(len(got)), got] > 0).all()
         emitted += len(got)
@@ -121,7 +121,7 @@ def test_no_token_outside_the_processed_support_is_emitted(loaded_target, text, 
 def test_sampled_answers_are_a_function_of_the_seed(loaded_target, text, taught_drafts):
     def decode(seed):
         sampling = Sampling(16, NEVER, temperature=1.0, seed=seed)
-        return speculative(loaded_target, grown(taught_drafts["eagle"]), text[0], sampling).tokens
+        return decode_speculative(loaded_target, grown(taught_drafts["eagle"]), text[0], sampling).tokens
 
     assert decode(1) == decode(1)
     assert decode(1) != decode(2)

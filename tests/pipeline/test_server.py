@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 
 from pipeline.basics.errors import NoAnswer, PipelineError
-from pipeline.decoding.generate import Sampling, plain
+from pipeline.decoding.generate import Sampling, decode_plain
 from pipeline.features.engines import open_source, openai
-from pipeline.features.source import Prompt
+from pipeline.features.source import GenerationPrompt
 from pipeline.lm.config import TargetConfig
 from pipeline.recipe.recipe import Recipe
 from preprocess.dump.interview import AnswerWorker
@@ -44,7 +44,7 @@ class Completions(Loopback):
                 if fault is not None:
                     return self.answer({"error": "as the test wants it"}, fault)
                 stops = frozenset(body["stop_token_ids"])
-                tokens = plain(hub.target, body["prompt"], Sampling(body["max_tokens"], stops)).tokens
+                tokens = decode_plain(hub.target, body["prompt"], Sampling(body["max_tokens"], stops)).tokens
                 stopped = tokens[-1] in stops
                 text = hub.target.tokenizer.decode(tokens[:-1] if stopped else tokens)
                 self.answer({"choices": [{"text": text, "finish_reason": "stop" if stopped else "length"}]})
@@ -77,11 +77,11 @@ def test_a_regeneration_has_the_dialogues_that_the_target_here_gives(tiny_recipe
 def test_a_server_that_is_busy_or_away_is_asked_again(tiny_recipe, served):
     source = open_source(with_server(tiny_recipe, served.url).target)
     served.faults = [429, 503, "cut", 502]
-    (answer,) = source.answers([Prompt([5, 9, 33])], Sampling(8, source.stop_ids))
+    (answer,) = source.answers([GenerationPrompt([5, 9, 33])], Sampling(8, source.stop_ids))
     assert answer.tokens and len(served.requests) == 5
     served.faults = [503] * 99
     with pytest.raises(PipelineError, match=r"answers 503: .*8 tries; what is finished is kept"):
-        list(source.answers([Prompt([5, 9, 33])], Sampling(8, source.stop_ids)))
+        list(source.answers([GenerationPrompt([5, 9, 33])], Sampling(8, source.stop_ids)))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_what_the_server_refuses_is_told_at_once(tiny_recipe, served, fault, err
     source = open_source(with_server(tiny_recipe, served.url).target)
     served.faults = [fault]
     with pytest.raises(error, match=message):
-        list(source.answers([Prompt([5])], Sampling(8, source.stop_ids)))
+        list(source.answers([GenerationPrompt([5])], Sampling(8, source.stop_ids)))
     assert len(served.requests) == 1
 
 

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from pipeline.drafts import build
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.jakiro import JakiroConfig
-from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.parts.layers import draft_shapes
 from tests.pipeline.families import FAMILIES, LLAMA_3, LONG, SMALL, YARN
 
 TWO_BASES = {
@@ -41,7 +41,7 @@ def make_config(family: str, **more):
 @pytest.mark.parametrize("family", ROPES)
 def test_a_drafts_rope_is_that_of_its_targets_full_layers(family):
     rope_parameters, want = ROPES[family]
-    shapes = shapes_of(make_config(family, rope_parameters=dict(rope_parameters)))
+    shapes = draft_shapes(make_config(family, rope_parameters=dict(rope_parameters)))
     reference = LlamaRotaryEmbedding(
         LlamaConfig(**{**SMALL, "head_dim": shapes["head_dim"]}, rope_parameters=dict(want))
     )
@@ -54,7 +54,7 @@ def test_a_drafts_rope_is_that_of_its_targets_full_layers(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_have_the_targets_heads_and_no_biases(family):
     config = make_config(family)
-    shapes = shapes_of(config)
+    shapes = draft_shapes(config)
     size = 16 if family == "qwen3" else 8
     want = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": size, "vocab_size": 260}
     assert {key: shapes[key] for key in want} == want
@@ -68,14 +68,14 @@ def test_drafts_have_the_targets_heads_and_no_biases(family):
 def test_where_heads_differ_by_layer_kind_drafts_take_the_full_layers():
     config = AutoConfig.for_model("gemma4_text", **{**SMALL, "num_hidden_layers": 6}, global_head_dim=16)
     assert config.layer_types[0] == "sliding_attention"
-    shapes = shapes_of(config)
+    shapes = draft_shapes(config)
     assert shapes["head_dim"] == 16
     assert shapes["rope_parameters"] == {"rope_type": "default", "rope_theta": 1e6}
     build(EagleConfig(kind="eagle"), shapes)
 
 
 def test_a_target_without_rope_leaves_the_draft_an_ordinary_one():
-    assert shapes_of(AutoConfig.for_model("gpt2", n_inner=64))["rope_parameters"] == {
+    assert draft_shapes(AutoConfig.for_model("gpt2", n_inner=64))["rope_parameters"] == {
         "rope_type": "default",
         "rope_theta": 10000.0,
     }

@@ -16,19 +16,19 @@ import torch
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.features import schema, shards
-from pipeline.features.schema import FeatureSpec, Row, another_engine, stored
+from pipeline.features.schema import FeatureSpec, TextRow, describe_engine_change, to_stored_row
 from pipeline.features.shards import (
     MANIFEST,
     FeatureStore,
     Manifest,
-    damage,
+    find_damage,
     shard_name,
     text_name,
     usable_texts,
     write_features,
     write_shard,
 )
-from pipeline.features.text import some_texts
+from pipeline.features.text import first_texts
 from tests.kit import ROOT, change_sealed, flip, replace_once
 
 D = 6
@@ -37,7 +37,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 WORDS = {"bfloat16": torch.int16, "float16": torch.int16, "float32": torch.int32}
 
 
-def rows_of(count: int, dtype: str = "bfloat16", seed: int = 0) -> list[Row]:
+def rows_of(count: int, dtype: str = "bfloat16", seed: int = 0) -> list[TextRow]:
     """Return rows with hidden states of random BITS: NaN with payloads, infinities, subnormals and both zeros."""
     generator = torch.Generator().manual_seed(seed)
     word = WORDS[dtype]
@@ -49,7 +49,7 @@ def rows_of(count: int, dtype: str = "bfloat16", seed: int = 0) -> list[Row]:
         bits[0, 0] = limits.min  # minus zero
         mask = np.arange(length, dtype=np.uint8) % 2
         rows.append(
-            Row(f"doc{seed}-{number}", np.arange(length, dtype=np.int32) + seed, mask, bits.view(DTYPES[dtype]))
+            TextRow(f"doc{seed}-{number}", np.arange(length, dtype=np.int32) + seed, mask, bits.view(DTYPES[dtype]))
         )
     return rows
 
@@ -58,7 +58,7 @@ def bits_of(hidden_TD: torch.Tensor) -> torch.Tensor:
     return hidden_TD.view(WORDS[str(hidden_TD.dtype).removeprefix("torch.")])
 
 
-def assert_same(got: Row, expected: Row) -> None:
+def assert_same(got: TextRow, expected: TextRow) -> None:
     assert got.doc_id == expected.doc_id
     assert (got.input_ids.dtype, got.loss_mask.dtype) == (np.int32, np.uint8)
     assert got.input_ids.tolist() == expected.input_ids.tolist()
@@ -81,14 +81,14 @@ def folder(complete_folder, tmp_path) -> Path:
     return shutil.copytree(complete_folder, tmp_path, dirs_exist_ok=True)
 
 
-def written(folder: Path, spec: FeatureSpec, rows: list[Row]) -> FeatureStore:
+def written(folder: Path, spec: FeatureSpec, rows: list[TextRow]) -> FeatureStore:
     write_features(folder, spec, {"train": [rows]})
     return FeatureStore(folder, "train", spec)
 
 
-def shard_of(folder: Path, rows: list[Row], spec: FeatureSpec = SPEC) -> shards.ShardRecord:
+def shard_of(folder: Path, rows: list[TextRow], spec: FeatureSpec = SPEC) -> shards.ShardRecord:
     """Write the first training shard again, and return its record."""
-    return write_shard(folder, "train", 0, spec, (stored(row, n, spec) for n, row in enumerate(rows)), {})
+    return write_shard(folder, "train", 0, spec, (to_stored_row(row, n, spec) for n, row in enumerate(rows)), {})
 
 
 def refusal(folder: Path, expected: FeatureSpec = SPEC) -> str:
@@ -116,7 +116,7 @@ def test_every_bit_survives(tmp_path, dtype):
         assert_same(store.row(index), row)
 
 
-def plausible_rows(seed: int = 0) -> list[Row]:
+def plausible_rows(seed: int = 0) -> list[TextRow]:
     """Return rows with hidden states of magnitudes from 1e-9 to 1e9, a token of zeros, single large channels."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
@@ -128,7 +128,7 @@ def plausible_rows(seed: int = 0) -> list[Row]:
         hidden_TD[0] = 0
         hidden_TD[1, 2] *= 1000
         mask = np.arange(length, dtype=np.uint8) % 2
-        rows.append(Row(f"doc{number}", np.arange(length, dtype=np.int32), mask, hidden_TD.bfloat16()))
+        rows.append(TextRow(f"doc{number}", np.arange(length, dtype=np.int32), mask, hidden_TD.bfloat16()))
     return rows
 
 
@@ -191,7 +191,7 @@ def test_the_documented_reader_reads_what_was_written(tmp_path, dtype):
 
 def test_the_record_counts_what_the_shard_holds(tmp_path):
     rejected = {"bad": "features_not_finite"}
-    rows = (stored(row, number, SPEC) for number, row in enumerate(rows_of(4)))
+    rows = (to_stored_row(row, number, SPEC) for number, row in enumerate(rows_of(4)))
     record = write_shard(tmp_path, "validation", 7, SPEC, rows, rejected)
     path = tmp_path / "features-validation-000007.arrow"
     counts = {"rows": 4, "tokens": 3 + 4 + 5 + 6, "trained_tokens": 1 + 2 + 2 + 3, "bytes": path.stat().st_size}
@@ -244,7 +244,7 @@ def test_a_row_that_no_shard_names_stays_in_the_table_and_is_not_used(folder):
     rejected = {"doc0-1": "features_not_finite"}, {"doc1-0": "kills_workers", "doc1-1": "kills_workers"}, {}
     manifest.text["train"] = shards.write_text_table(folder / text_name("train"), rows, SPEC)
     manifest.shards = [
-        write_shard(folder, "train", index, SPEC, (stored(rows[n], n, SPEC) for n in numbers), rejected[index])
+        write_shard(folder, "train", index, SPEC, (to_stored_row(rows[n], n, SPEC) for n in numbers), rejected[index])
         for index, numbers in enumerate(kept_rows)
     ]
     manifest.save(folder)
@@ -255,7 +255,7 @@ def test_a_row_that_no_shard_names_stays_in_the_table_and_is_not_used(folder):
         (folder / shard.name).unlink()
     texts = usable_texts(folder, manifest, "train")  # needs no shard
     assert texts.rows_N.tolist() == [0, 2, 5] and texts.doc_id(1) == "doc0-2"
-    assert some_texts(texts, 5) == [[0, 1, 2], [0, 1]]
+    assert first_texts(texts, 5) == [[0, 1, 2], [0, 1]]
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_a_row_that_no_shard_names_stays_in_the_table_and_is_not_used(folder):
     ],
 )
 def test_a_shard_that_names_another_row_or_has_states_of_another_length_is_refused(folder, number, row, message):
-    rows = [*(stored(row, n, SPEC) for n, row in enumerate(rows_of(2))), stored(row, number, SPEC)]
+    rows = [*(to_stored_row(row, n, SPEC) for n, row in enumerate(rows_of(2))), to_stored_row(row, number, SPEC)]
     write_shard(folder, "train", 0, SPEC, rows, {})
     replace_shard(folder, folder / shard_name("train", 0))
     store = FeatureStore(folder, "train", SPEC)
@@ -293,16 +293,16 @@ def test_rows_are_views_into_the_mapped_file(folder):
 def test_a_shard_that_is_missing_or_truncated_or_has_a_flipped_byte_is_refused(folder):
     truncated, missing, flipped = Manifest.load(folder).shards
     for record in (truncated, missing, flipped):
-        assert damage(folder, record) is None
+        assert find_damage(folder, record) is None
     flip(folder / flipped.name)
-    assert damage(folder, flipped, digest=None) is None
-    assert "its SHA-256 is not the manifest's" in damage(folder, flipped)
+    assert find_damage(folder, flipped, digest=None) is None
+    assert "its SHA-256 is not the manifest's" in find_damage(folder, flipped)
     (folder / missing.name).unlink()
-    assert damage(folder, missing) == "it is missing" and f"{missing.name}: it is missing" in refusal(folder)
+    assert find_damage(folder, missing) == "it is missing" and f"{missing.name}: it is missing" in refusal(folder)
     size = truncated.bytes - 1
     os.truncate(folder / truncated.name, size)
     reason = f"it has {size} bytes, the manifest says {truncated.bytes}: it was truncated or overwritten"
-    assert damage(folder, truncated, digest=None) == reason
+    assert find_damage(folder, truncated, digest=None) == reason
     message = refusal(folder)
     assert f"feature shard {folder / truncated.name}: {reason}" in message
     assert f"jakiro verify {folder} --recipe RECIPE --repair" in message
@@ -335,10 +335,10 @@ def test_features_of_another_origin_are_refused_by_what_differs(folder, field, v
 def test_every_field_of_the_spec_is_compared_and_another_engine_only_told(folder):
     assert {field for field, *_ in FOREIGN} == set(asdict(SPEC)) - {"version", "engine", "engine_version"}
     spec, newer = (replace(SPEC, engine_version=version) for version in ("5.0", "6.0"))
-    assert "computed by transformers 5.0, here is transformers 6.0" in another_engine(spec, newer)
-    assert "here is vllm 5.0" in another_engine(spec, replace(spec, engine="vllm"))
+    assert "computed by transformers 5.0, here is transformers 6.0" in describe_engine_change(spec, newer)
+    assert "here is vllm 5.0" in describe_engine_change(spec, replace(spec, engine="vllm"))
     for unknown in (spec, replace(spec, engine_version="")):  # an engine that is not installed where training runs
-        assert another_engine(spec, unknown) is None
+        assert describe_engine_change(spec, unknown) is None
     assert len(FeatureStore(folder, "train", newer)) == 5
 
 

@@ -8,12 +8,12 @@ from torch import nn
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import LoadedMethod, TreeConfig
 from pipeline.decoding.contract import DraftRequest, Frontier, RoundInput
-from pipeline.decoding.generate import Sampling, plain, speculative
-from pipeline.drafts import build, objective_of
-from pipeline.drafts.parts.layers import shapes_of
+from pipeline.decoding.generate import Sampling, decode_plain, decode_speculative
+from pipeline.drafts import build, make_objective
+from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.drafts.skipper import SkipperConfig
 from pipeline.features.batch import collate
-from pipeline.features.schema import Row
+from pipeline.features.schema import TextRow
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target
 from pipeline.recipe.recipe import Recipe
@@ -34,7 +34,7 @@ def target(tmp_path_factory):
 
 def make_skipper(target, sparsity=0.4):
     """Return a skipper with static routers, which are not constant."""
-    draft = build(SkipperConfig(sparsity=sparsity), shapes_of(target.config))
+    draft = build(SkipperConfig(sparsity=sparsity), draft_shapes(target.config))
     draft.initialise(0)
     draft.bind(target.embed_head("x"))
     draft.start_from_target(TEXTS)
@@ -44,8 +44,8 @@ def make_skipper(target, sparsity=0.4):
 def logits_along(draft, tokens):
     """Return the logits that training predicts after each token."""
     with torch.inference_mode():
-        logits = draft.logits(draft.through(torch.tensor([tokens]), None))[0]
-    computed = torch.stack(draft.walk.kept)[1:-1]
+        logits = draft.logits(draft.forward_texts(torch.tensor([tokens]), None))[0]
+    computed = torch.stack(draft.routing.computed)[1:-1]
     assert 0.1 < computed.mean() < 0.9 and ((computed.mean((1, 2)) > 0) & (computed.mean((1, 2)) < 1)).sum() >= 2
     return logits
 
@@ -53,12 +53,12 @@ def logits_along(draft, tokens):
 def test_the_static_routers_let_as_many_pass_by_as_asked(target):
     draft = make_skipper(target)
     draft.start_from_target(TEXTS)
-    computed = torch.stack(draft.walk.kept)
+    computed = torch.stack(draft.routing.computed)
     assert computed.shape == (LAYERS, 1, 240)
     assert computed.mean((1, 2)).tolist() == pytest.approx([1, *[1 / 3] * 3, 1], abs=0.02)
-    alone = draft.through(torch.tensor(TEXTS[1:2]), None)
+    alone = draft.forward_texts(torch.tensor(TEXTS[1:2]), None)
     # Each text by itself.
-    assert torch.equal(torch.stack(draft.walk.kept)[:, 0].round(), computed[:, 0, 60:120].round())
+    assert torch.equal(torch.stack(draft.routing.computed)[:, 0].round(), computed[:, 0, 60:120].round())
     assert alone.shape == (1, 60, 32)
 
 
@@ -66,7 +66,7 @@ def test_static_routers_take_turns(target):
     """A third of the tokens skips each of three blocks: almost always one block for each token, not three for some."""
     draft = make_skipper(target, sparsity=0.2)
     draft.start_from_target(TEXTS)
-    passed = (torch.stack(draft.walk.kept) < 0.5).sum(0)[0].view(4, 60)[:, 4:]
+    passed = (torch.stack(draft.routing.computed) < 0.5).sum(0)[0].view(4, 60)[:, 4:]
     assert passed.max() <= 2 and (passed == 1).float().mean() > 0.85
 
 
@@ -97,8 +97,8 @@ def test_answers_are_plain_decodings(target):
         Sampling(24, NEVER, 1.0),
     )
     for seed in range(4):
-        got = speculative(target, method, prompt_of(seed), sampling)
-        assert got.tokens == plain(target, prompt_of(seed), sampling).tokens
+        got = decode_speculative(target, method, prompt_of(seed), sampling)
+        assert got.tokens == decode_plain(target, prompt_of(seed), sampling).tokens
     assert got.acceptance.tau > 1
 
 
@@ -122,24 +122,24 @@ def test_training_finds_the_tokens_that_a_block_does_nothing_for(tmp_path):
     target.decoder.layers[2] = Idle(target.decoder.layers[2])
     draft = make_skipper(target, [0.0, 0.0, 0.5, 0.0, 0.0]).train().requires_grad_(True)
     rows = [
-        Row(
+        TextRow(
             f"row{n}", np.array(text, np.int32), np.ones(60, np.uint8), target.capture(torch.tensor([text]))[0].detach()
         )
         for n, text in enumerate(TEXTS)
     ]
-    batch = collate(rows, objective_of(draft.config), {1: 4 * 58})
+    batch = collate(rows, make_objective(draft.config), {1: 4 * 58})
     optimizer, losses, early, late = torch.optim.Adam(draft.parameters(), lr=1e-2), [], [], []
     for _ in range(300):
         optimizer.zero_grad()
-        loss, sums = objective_of(draft.config).loss(draft, batch)
+        loss, sums = make_objective(draft.config).loss(draft, batch)
         loss.backward()
         optimizer.step()
         losses.append(sums["next"]["classification"].item())
-        computed = draft.walk.kept[2].detach()
+        computed = draft.routing.computed[2].detach()
         early.append(computed[:, 4:30].mean().item())
         late.append(computed[:, 30:59].mean().item())
     draft.shares = [0.0] * LAYERS
-    least = objective_of(draft.config).loss(draft, batch)[1]["next"]["classification"].item()
+    least = make_objective(draft.config).loss(draft, batch)[1]["next"]["classification"].item()
     assert losses[0] - least > 50 and losses[-1] - least < (losses[0] - least) / 3
     assert early[0] < 0.5 and early[-1] > 0.8 and late[-1] < 0.3
 
@@ -223,7 +223,7 @@ class FaultyDecoder(nn.Module):
 def test_a_target_whose_blocks_cannot_be_passed_by_is_refused(target, fault, message):
     embed_head = target.embed_head("x")
     embed_head.decoder = FaultyDecoder(embed_head.decoder, fault)
-    draft = build(SkipperConfig(sparsity=0.4), shapes_of(target.config))
+    draft = build(SkipperConfig(sparsity=0.4), draft_shapes(target.config))
     draft.bind(embed_head)
     with pytest.raises(PipelineError, match=f"draft 'skipper': blocks of its target cannot be passed by.*{message}"):
         draft.start_from_target(TEXTS)

@@ -8,19 +8,19 @@ from hypothesis import strategies as st
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding import replay
 from pipeline.decoding.config import LoadedMethod, TreeConfig
-from pipeline.decoding.contract import Pool, RoundInput
-from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.contract import CandidatePool, RoundInput
+from pipeline.decoding.generate import Sampling, decode_plain, decode_speculative
 from pipeline.decoding.sources import Sources, merge
 from pipeline.drafts import make
-from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.drafts.prompt_lookup import PromptLookupConfig
 from pipeline.recipe.load import load_recipe
 from tests.kit import write_recipe
 from tests.pipeline.scripted import paths_of
 from tests.pipeline.taught import NEVER, VARIANTS, greedy, prompt_of, taught
 
-LEFT = Pool([5, 6, 7], [0, 1, 0], [-0.1, -0.4, -2.0])
-RIGHT = Pool([5, 9, 7], [0, 1, 0], [2.0, 2.0, 1.0])
+LEFT = CandidatePool([5, 6, 7], [0, 1, 0], [-0.1, -0.4, -2.0])
+RIGHT = CandidatePool([5, 9, 7], [0, 1, 0], [2.0, 2.0, 1.0])
 
 
 def tree_of(merged, nodes):
@@ -54,7 +54,7 @@ def unique(rows):
             paths.add((number[parent], token))
             out.append((token, number[parent], chance))
             number[place] = len(out)
-    return Pool([t for t, _, _ in out], [p for _, p, _ in out], [c for _, _, c in out])
+    return CandidatePool([t for t, _, _ in out], [p for _, p, _ in out], [c for _, _, c in out])
 
 
 @given(pools, pools, st.integers(2, 12))
@@ -85,7 +85,7 @@ def drafts(loaded_target, embed_head):
 
 
 def with_lookup(target, draft):
-    lookup = make(PromptLookupConfig(), shapes_of(target.config))
+    lookup = make(PromptLookupConfig(), draft_shapes(target.config))
     return Sources(draft, {"prompt-lookup": lookup})
 
 
@@ -102,8 +102,8 @@ def test_answers_are_plain_decodings(loaded_target, drafts, settings):
     method = LoadedMethod(with_lookup(loaded_target, drafts["eagle"]), TreeConfig(**tree))
     for seed in range(4):
         prompt, sampling = prompt_of(seed, 20) * 2, Sampling(30, NEVER, **settings, seed=seed)
-        got = speculative(loaded_target, method, prompt, sampling)
-        assert got.tokens == plain(loaded_target, prompt, sampling).tokens
+        got = decode_speculative(loaded_target, method, prompt, sampling)
+        assert got.tokens == decode_plain(loaded_target, prompt, sampling).tokens
         assert got.draft_forwards == got.acceptance.passes * tree["depth"]
 
 
@@ -127,14 +127,14 @@ def test_the_replay_counts_what_decoding_does(loaded_target, drafts, name):
     tokens = prompt + greedy(loaded_target, prompt, 40)
     both = with_lookup(loaded_target, drafts[name])
     states = loaded_target.states(tokens, [1, 2])
-    most = max(drafts[name].config.parallels(3))
-    counted = replay.counter(both, states, tokens, len(prompt), replay.largest_tree(3, 4, "plain", most))
+    most = max(drafts[name].config.parallel_choices(3))
+    counted = replay.make_counter(both, states, tokens, len(prompt), replay.largest_tree(3, 4, "plain", most))
     for shape in TREES:
         parallel = {"parallel": 1, **shape} if name == "jakiro" else {**shape, "parallel": shape["depth"]}
         tree = LoadedMethod(both, TreeConfig(**parallel)).tree
-        decoded = speculative(loaded_target, LoadedMethod(both, tree), prompt, Sampling(40, NEVER)).acceptance
+        decoded = decode_speculative(loaded_target, LoadedMethod(both, tree), prompt, Sampling(40, NEVER)).acceptance
         assert counted(tree) == decoded
-        assert replay.decoded(LoadedMethod(both, tree), states, tokens, len(prompt)) == decoded
+        assert replay.replay_decoding(LoadedMethod(both, tree), states, tokens, len(prompt)) == decoded
 
 
 def test_a_static_tree_is_refused(loaded_target, drafts):

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config
 
 from pipeline.basics.errors import PipelineError
 from pipeline.lm.config import TargetConfig
-from pipeline.lm.model import Target, fingerprint, load_config, load_embed_head, load_reader, parameter_count_of
+from pipeline.lm.model import Target, count_parameters, fingerprint, load_config, load_embed_head, load_reader
 from tests.kit import byte_tokenizer
 from tests.pipeline.families import FAMILIES, SMALL, save
 
@@ -130,5 +130,5 @@ def test_quantised_experts_are_read_as_what_they_stand_for(quantised):
     for name, value in meant.items():
         assert torch.equal(target.model.get_parameter(name), value)
     assert Target(config, "bfloat16").capture(torch.arange(5)[None]).dtype == torch.bfloat16
-    assert parameter_count_of(config) == sum(p.numel() for p in target.model.parameters())
+    assert count_parameters(config) == sum(p.numel() for p in target.model.parameters())
     assert load_config(config).quantization_config["quant_method"] == "mxfp4" and fingerprint(config)

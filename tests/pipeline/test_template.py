@@ -22,7 +22,7 @@ from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from tests.kit import recipe_tree, write_recipe, write_sharegpt
 from tests.pipeline.test_chat import tokenizer_with
-from tests.templates import GPT_OSS, LLAMA_3_2, QWEN_3, QWEN_3_THINKING, SMOLLM_3, settled, unsettled
+from tests.templates import GPT_OSS, LLAMA_3_2, QWEN_3, QWEN_3_THINKING, SMOLLM_3, tokenizer_with_settings, unsettled
 
 QUESTION = [{"role": "user", "content": "Which day is it?"}]
 
@@ -56,20 +56,20 @@ def later(monkeypatch):
     ids=["llama-3.2", "smollm3", "gpt-oss"],
 )
 def test_rendering_ids_and_fingerprint_do_not_read_the_clock(template, today, request):
-    before = settled(template)
+    before = tokenizer_with_settings(template)
     ids, mark = prompt_ids(before, QUESTION), template_fingerprint(before)
     request.getfixturevalue("later")
     assert "2101" in render_question(unsettled(template))  # as it was
-    tokenizer = settled(template)
+    tokenizer = tokenizer_with_settings(template)
     assert today in render_question(tokenizer) and "2101" not in render_question(tokenizer)
     assert (prompt_ids(tokenizer, QUESTION), template_fingerprint(tokenizer)) == (ids, mark)
 
 
 def test_the_recipe_may_set_the_date():
-    tokenizer = settled(SMOLLM_3, template_date=date(2025, 7, 8))
+    tokenizer = tokenizer_with_settings(SMOLLM_3, template_date=date(2025, 7, 8))
     assert "Today Date: 08 July 2025\n" in render_question(tokenizer)
-    assert template_fingerprint(tokenizer) != template_fingerprint(settled(SMOLLM_3))
-    assert "1 Jan 2000" in render_question(settled(LLAMA_3_2, date_string="1 Jan 2000"))
+    assert template_fingerprint(tokenizer) != template_fingerprint(tokenizer_with_settings(SMOLLM_3))
+    assert "1 Jan 2000" in render_question(tokenizer_with_settings(LLAMA_3_2, date_string="1 Jan 2000"))
 
 
 def test_every_way_to_write_a_date_is_strftimes():
@@ -90,7 +90,7 @@ def test_nothing_else_of_a_template_changes(begin):
 
 
 def test_a_template_without_date_and_keywords_stays_as_it_is():
-    tokenizer = settled(QWEN_3)
+    tokenizer = tokenizer_with_settings(QWEN_3)
     assert tokenizer.chat_template == QWEN_3
 
 
@@ -98,10 +98,12 @@ def test_a_template_without_date_and_keywords_stays_as_it_is():
 
 
 def test_keywords_are_the_templates():
-    assert render_question(settled(QWEN_3)).endswith("assistant\n")
-    assert render_question(settled(QWEN_3, enable_thinking=False)).endswith("assistant\n<think>\n\n</think>\n\n")
-    assert "Reasoning: high\n" in render_question(settled(GPT_OSS, reasoning_effort="high"))
-    assert render_question(settled(GPT_OSS, model_identity="You are I.")).startswith(
+    assert render_question(tokenizer_with_settings(QWEN_3)).endswith("assistant\n")
+    assert render_question(tokenizer_with_settings(QWEN_3, enable_thinking=False)).endswith(
+        "assistant\n<think>\n\n</think>\n\n"
+    )
+    assert "Reasoning: high\n" in render_question(tokenizer_with_settings(GPT_OSS, reasoning_effort="high"))
+    assert render_question(tokenizer_with_settings(GPT_OSS, model_identity="You are I.")).startswith(
         "<|start|>system<|message|>You are I.\n"
     )
 
@@ -126,16 +128,16 @@ def test_a_keyword_that_the_template_does_not_know_is_refused_with_those_it_know
         r"it has enable_thinking, python_tools, xml_tools$"
     )
     with pytest.raises(PipelineError, match=message):
-        settled(SMOLLM_3, **{name: "x"})
+        tokenizer_with_settings(SMOLLM_3, **{name: "x"})
     with pytest.raises(PipelineError, match=r"it has date_string$"):
-        settled(LLAMA_3_2, **{name: "x"})
+        tokenizer_with_settings(LLAMA_3_2, **{name: "x"})
 
 
 def test_of_several_templates_the_one_without_tools_is_taken():
     tokenizer = unsettled(QWEN_3)
     tokenizer.chat_template = {"default": QWEN_3, "tool_use": GPT_OSS}
     apply_settings(tokenizer, TargetConfig(model="m", template_keywords={"enable_thinking": False}))
-    assert render_question(tokenizer) == render_question(settled(QWEN_3, enable_thinking=False))
+    assert render_question(tokenizer) == render_question(tokenizer_with_settings(QWEN_3, enable_thinking=False))
     tokenizer.chat_template = {"rag": QWEN_3, "tool_use": GPT_OSS}
     with pytest.raises(PipelineError, match="no default specified"):
         apply_settings(tokenizer, TargetConfig(model="m"))
@@ -166,7 +168,7 @@ def test_what_toml_or_a_template_cannot_take_is_refused(value):
 )
 def test_what_is_said_of_a_template(template, keywords, message):
     config = TargetConfig(model="m", template_keywords=keywords)
-    assert template_settings(settled(template, **keywords), config) == message
+    assert template_settings(tokenizer_with_settings(template, **keywords), config) == message
 
 
 # -- the recipe ------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ shown.
 import pytest
 
 from pipeline.lm import chat
-from pipeline.lm.chat import Unusable, as_message, cut_in_thoughts, thoughts_of, without_thoughts
+from pipeline.lm.chat import Unusable, extract_thoughts, is_cut_in_thoughts, parse_answer, remove_thoughts
 from pipeline.recipe.sections import DataConfig
 from preprocess.sources.dialogues import Dialogue
 from preprocess.sources.sequences import encode_sequences
@@ -19,7 +19,7 @@ from tests.templates import (
     QWEN_3_THINKING,
     SMOLLM_3,
     SPECIAL,
-    settled,
+    tokenizer_with_settings,
 )
 
 
@@ -58,7 +58,7 @@ THOUGHT = "<think>\nhm\n</think>\n\n"
     ids=["thinking off", "thinking on", "always thinking"],
 )
 def test_every_answer_of_qwen_is_encoded_as_it_was_asked_for(template, keywords, first, second, marked):
-    tokenizer, messages = settled(template, **keywords), dialogue("a1", "a2")
+    tokenizer, messages = tokenizer_with_settings(template, **keywords), dialogue("a1", "a2")
     texts = [qwen("q1", first), qwen("q1", "a1", "q2", second)]
     assert sequences(tokenizer, messages) == [(text, [run]) for text, run in zip(texts, marked, strict=True)]
     for turn, encoded in zip((1, 3), chat.encode(tokenizer, messages, None), strict=True):
@@ -74,7 +74,7 @@ def test_thoughts_are_trained_with_their_own_answer_and_gone_from_the_history(se
     if separate_key:
         for message in messages[1::2]:
             message |= {"content": message["content"][-2:], "reasoning_content": "hm"}
-    assert sequences(settled(QWEN_3), messages) == [
+    assert sequences(tokenizer_with_settings(QWEN_3), messages) == [
         (qwen("q1", THOUGHT + "a1"), [THOUGHT + "a1<|im_end|>"]),
         (qwen("q1", "a1", "q2", THOUGHT + "a2"), [THOUGHT + "a2<|im_end|>"]),
     ]
@@ -82,7 +82,7 @@ def test_thoughts_are_trained_with_their_own_answer_and_gone_from_the_history(se
 
 def test_gpt_oss_ends_the_last_answer_otherwise_than_the_others():
     messages = dialogue("a1", "a2", reasoning_content="hm")
-    first_sequence, second_sequence = sequences(settled(GPT_OSS), messages)
+    first_sequence, second_sequence = sequences(tokenizer_with_settings(GPT_OSS), messages)
     assert first_sequence[1] == ["<|channel|>final<|message|>a1<|return|>"]
     assert second_sequence[1] == [
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>a2<|return|>"
@@ -98,14 +98,14 @@ def test_gpt_oss_ends_the_last_answer_otherwise_than_the_others():
     ids=["llama-3.2", "smollm3 thinking", "smollm3 not thinking"],
 )
 def test_where_renderings_agree_a_dialogue_is_one_sequence(template, keywords):
-    ((_, marked),) = sequences(settled(template, **keywords), dialogue("a1", "a2", "a3"))
+    ((_, marked),) = sequences(tokenizer_with_settings(template, **keywords), dialogue("a1", "a2", "a3"))
     assert marked == [f"a{number}{SPECIAL[template][0]}" for number in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("template", SPECIAL, ids=["llama-3.2", "qwen3", "qwen3-thinking", "smollm3", "gpt-oss"])
 def test_an_answer_ends_with_the_token_that_stops_the_target(template):
     """The closing marker is one token, the tokenizer's end token; what follows it in the text is not trained."""
-    tokenizer = settled(template)
+    tokenizer = tokenizer_with_settings(template)
     for encoded in chat.encode(tokenizer, dialogue("a1", "a2"), None):
         last = len(encoded.loss_mask) - 1 - int(encoded.loss_mask[::-1].argmax())
         assert encoded.input_ids[last] == tokenizer.eos_token_id
@@ -116,7 +116,7 @@ def test_an_answer_ends_with_the_token_that_stops_the_target(template):
 def test_an_answer_that_its_own_prompt_does_not_begin_is_refused():
     """The prompt opens another turn than the answer's, or thoughts of which the answer shows a part."""
     turns = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}"
-    tokenizer = settled(LLAMA_3_2)
+    tokenizer = tokenizer_with_settings(LLAMA_3_2)
     for opening in ("<|bot|>", "<|bot|><think>\n", "<|assistant|><think>\n"):
         tokenizer.chat_template = turns + opening + "{% endif %}"
         with pytest.raises(Unusable, match=r"^template_not_prefix_stable$"):
@@ -138,7 +138,7 @@ def test_thoughts_that_the_template_never_shows_are_trained_as_the_target_writes
     template, keywords, opening, thoughts
 ):
     """Each dialogue was template_not_prefix_stable."""
-    tokenizer, messages = settled(template, **keywords), dialogue("a1", "a2")
+    tokenizer, messages = tokenizer_with_settings(template, **keywords), dialogue("a1", "a2")
     for message in messages[1::2]:
         message["reasoning_content"] = "hm"
     first = "<s><｜User｜>q1<｜Assistant｜>"
@@ -158,14 +158,14 @@ def test_thoughts_that_the_template_never_shows_are_trained_as_the_target_writes
 
 
 def test_thoughts_in_the_content_stand_as_they_were_written_or_are_empty():
-    tokenizer = settled(DEEPSEEK_R1)
+    tokenizer = tokenizer_with_settings(DEEPSEEK_R1)
     ((_, marked),) = sequences(tokenizer, dialogue(THOUGHT + "a1"))
     assert marked == [f"hm\n</think>\n\na1{R1_END}"]
     ((text, marked),) = sequences(tokenizer, dialogue("a1"))
     assert marked == [f"\n</think>\n\na1{R1_END}"] and EMPTY in text
     _, edits = encode_sequences(tokenizer, Dialogue("doc", dialogue("a1"), ()), DataConfig(source=""))
     assert edits == ["answer_without_thoughts"]
-    not_thinking = settled(DEEPSEEK_V3_1)
+    not_thinking = tokenizer_with_settings(DEEPSEEK_V3_1)
     messages = dialogue("a1", reasoning_content="hm")
     ((_, encoded),), edits = encode_sequences(not_thinking, Dialogue("doc", messages, ()), DataConfig(source=""))
     assert masked_runs(not_thinking, encoded) == [f"a1{R1_END}"] and edits == ["thoughts_dropped"]
@@ -191,11 +191,11 @@ def test_thoughts_in_the_content_stand_as_they_were_written_or_are_empty():
     ],
 )
 def test_what_the_target_says_is_rendered_again_as_it_said_it(template, keywords, text, message):
-    tokenizer = settled(template, **keywords)
+    tokenizer = tokenizer_with_settings(template, **keywords)
     question = [{"role": "user", "content": "q1"}]
     prompt = chat.prompt_ids(tokenizer, question)
     answer = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    turn = as_message(tokenizer, answer)
+    turn = parse_answer(tokenizer, answer)
     assert turn == {"role": "assistant", **message}
     (encoded,) = chat.encode(tokenizer, [*question, turn], None)
     assert encoded.input_ids[: len(prompt + answer)].tolist() == prompt + answer
@@ -203,10 +203,10 @@ def test_what_the_target_says_is_rendered_again_as_it_said_it(template, keywords
 
 
 def test_thoughts_are_told_from_answers():
-    assert thoughts_of({"content": THOUGHT + "a"}) == thoughts_of({"content": "hm</think>a"}) == "hm"
-    assert thoughts_of({"content": "a", "reasoning_content": "hm"}) == "hm"
-    assert thoughts_of({"content": "a"}) == thoughts_of({"content": EMPTY + "a"}) == ""
-    assert without_thoughts({"role": "assistant", "content": THOUGHT + "a", "reasoning_content": "b"}) == {
+    assert extract_thoughts({"content": THOUGHT + "a"}) == extract_thoughts({"content": "hm</think>a"}) == "hm"
+    assert extract_thoughts({"content": "a", "reasoning_content": "hm"}) == "hm"
+    assert extract_thoughts({"content": "a"}) == extract_thoughts({"content": EMPTY + "a"}) == ""
+    assert remove_thoughts({"role": "assistant", "content": THOUGHT + "a", "reasoning_content": "b"}) == {
         "role": "assistant",
         "content": "a",
     }
@@ -225,6 +225,6 @@ def test_thoughts_are_told_from_answers():
     ],
 )
 def test_an_answer_may_be_cut_in_its_thoughts(template, text, cut):
-    tokenizer = settled(template)
-    message = as_message(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"])
-    assert cut_in_thoughts(tokenizer, message) is cut
+    tokenizer = tokenizer_with_settings(template)
+    message = parse_answer(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert is_cut_in_thoughts(tokenizer, message) is cut

@@ -18,12 +18,12 @@ from transformers import LlamaForCausalLM
 from pipeline.artifacts.features import feature_spec
 from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.basics.files import ROOT
-from pipeline.decoding.generate import Sampling, plain
-from pipeline.features.engines import child, identity_of, open_source
+from pipeline.decoding.generate import Sampling, decode_plain
+from pipeline.features.engines import child, open_source, source_identity
 from pipeline.features.engines.child import SHARED, EngineDied
-from pipeline.features.schema import Row
+from pipeline.features.schema import TextRow
 from pipeline.features.shards import ANSWERS, FeatureStore
-from pipeline.features.source import Prompt
+from pipeline.features.source import GenerationPrompt
 from pipeline.lm.config import TargetConfig
 from pipeline.recipe.recipe import Recipe
 from preprocess.dump.compare import compare
@@ -68,7 +68,7 @@ def greedy(source, tokens: int = 12) -> Sampling:
 
 
 def test_it_says_what_its_states_are_and_who_computes_them(engine, tiny_target, environment):
-    identity = identity_of(configured(tiny_target, environment()), [1])
+    identity = source_identity(configured(tiny_target, environment()), [1])
     assert engine.identity == identity
     assert (identity.engine, identity.version, identity.dtype, identity.layers) == ("vllm", "0.0.0", "float32", (1,))
 
@@ -78,13 +78,13 @@ def test_states_and_answers_are_those_of_the_targets_own_forward_whoever_asks_at
 
     def ask(text):
         (states_TSD,) = engine.states([text])
-        (answer,) = engine.answers([Prompt(text)], greedy(engine), capture=True)
+        (answer,) = engine.answers([GenerationPrompt(text)], greedy(engine), capture=True)
         return states_TSD, answer
 
     with ThreadPoolExecutor(4) as threads:
         for text, (states_TSD, answer) in zip(texts, threads.map(ask, texts), strict=True):
             torch.testing.assert_close(states_TSD, loaded_target.capture_all(torch.tensor([text]), [1])[0])
-            assert answer.tokens == plain(loaded_target, text, greedy(engine)).tokens
+            assert answer.tokens == decode_plain(loaded_target, text, greedy(engine)).tokens
             expected = loaded_target.capture_all(torch.tensor([text + answer.tokens]), [1])[0]
             torch.testing.assert_close(answer.states_TSD[:-1], expected[:-1])
             assert not answer.states_TSD[-1].any()  # the state of the last token is not computed
@@ -92,7 +92,7 @@ def test_states_and_answers_are_those_of_the_targets_own_forward_whoever_asks_at
 
 def test_no_file_stays_of_answers_without_states_nor_of_states_that_nobody_takes(engine):
     folder = engine._engine._folder
-    for text, answer in zip(TEXTS, engine.answers([Prompt(t) for t in TEXTS], greedy(engine)), strict=True):
+    for text, answer in zip(TEXTS, engine.answers([GenerationPrompt(t) for t in TEXTS], greedy(engine)), strict=True):
         assert answer.states_TSD is None and answer.tokens, text
     assert not list(folder.iterdir())
     for _ in engine.states(TEXTS):
@@ -107,7 +107,7 @@ def test_where_shared_memory_is_full_states_go_elsewhere_and_it_gives_signs_of_l
     monkeypatch.setattr(child, "MIN_FREE_BYTES", 1 << 60)
     python, signs = environment("slow"), []
     source = open_source(configured(tiny_target, python), [1])
-    (answer,) = source.answers([Prompt(TEXTS[0])], Sampling(20, frozenset()), True, lambda: signs.append(1))
+    (answer,) = source.answers([GenerationPrompt(TEXTS[0])], Sampling(20, frozenset()), True, lambda: signs.append(1))
     source.close()
     assert signs and len(answer.states_TSD) == len(TEXTS[0]) + 20
     assert [folder.parent for folder in engines.started(python).values()] == [Path(tempfile.gettempdir())]
@@ -115,7 +115,7 @@ def test_where_shared_memory_is_full_states_go_elsewhere_and_it_gives_signs_of_l
 
 
 def test_a_text_that_the_engine_refuses_is_refused_alone(engine):
-    prompts = [Prompt([5] * 1024)]
+    prompts = [GenerationPrompt([5] * 1024)]
     with pytest.raises(NoAnswer, match="longer than the maximum model length"):
         list(engine.answers(prompts, greedy(engine)))
     assert len(list(engine.states(TEXTS))) == 3
@@ -225,7 +225,7 @@ def test_answers_and_their_states_come_out_of_one_job_as_they_do_of_two(environm
     model.lm_head.weight.data[256] *= 8
     model.lm_head.weight.data[94:256] = 0  # it answers in letters, whose tokens are those of their text
     model.save_pretrained(target)
-    rows: dict[str, dict[str, Row]] = {}
+    rows: dict[str, dict[str, TextRow]] = {}
     manifests = {}
     for way in ("vllm", "transformers", "regenerated"):
         tree = recipe_tree(target, write_sharegpt(tmp_path / "data.json", 40), tmp_path / way)
@@ -314,7 +314,7 @@ def test_an_engine_that_computes_or_says_something_else_dumps_nothing(
 def test_an_environment_without_vllm_is_named_when_it_is_wanted(tiny_target, python):
     """Reading a dump does not require the environment."""
     config = configured(tiny_target, python)
-    assert identity_of(config, []).version == ""
+    assert source_identity(config, []).version == ""
     with pytest.raises(PipelineError, match=rf"engine_python='{python}' is not.*pip install infra/vllm_jakiro"):
         open_source(config)
     with pytest.raises(PipelineError, match="engine_python is not given"):

@@ -18,8 +18,8 @@ import pytest
 from pipeline.basics.errors import PipelineError
 from pipeline.running import cluster
 from pipeline.running.cluster import private_folder
-from pipeline.running.crew import FORWARDED_VARIABLES, NOT_YET, Crew, Heartbeat, Watch, WorkerFailure
-from pipeline.running.workers import LOADING, Pool, start_ray
+from pipeline.running.crew import FORWARDED_VARIABLES, NO_TASK_YET, Crew, Heartbeat, Watch, WorkerFailure
+from pipeline.running.workers import LOADING, WorkerPool, start_ray
 from tests.warm import PATIENCE, ROOT  # not of tests.kit: workers import this module
 
 CREW = Crew(section="features", workers=2, cpus=1, gpus=None, device="cpu", hang_seconds=PATIENCE)
@@ -112,7 +112,7 @@ class EveryThirdLoads(FaultyWorker):
         self._fail("loads" if loads % 3 == 0 else "dies")
 
 
-class HastyPool(Pool):
+class HastyPool(WorkerPool):
     """A pool whose clock jumps: while one worker hangs unnoticed, most of `hang_seconds` passes with each heartbeat of
     the other. So no test waits, and no limit depends on the machine's speed.
     """
@@ -144,7 +144,7 @@ class HastyPool(Pool):
         def tasks() -> Iterator[Task]:
             yield Task(titles[0])
             while titles[1:] and not (self._folder / titles[0]).exists():
-                yield NOT_YET
+                yield NO_TASK_YET
             yield from map(Task, titles[1:])
 
         pairs = [(task.title, record) for task, record in self.results(tasks(), watch)]
@@ -283,11 +283,11 @@ def test_a_place_too_long_for_rays_sockets_is_passed_over_and_none_is_an_error(t
     with private_folder() as folder:
         assert folder.startswith("/tmp/ray-") and Path(folder).parent.stat().st_mode & 0o777 == 0o700
         assert len(folder) - len("/ray-12345678/r") + len(cluster.SOCKET_SUFFIX) <= 107
-    monkeypatch.setattr(cluster, "SHORT", str(tmp_path / "none"))
+    monkeypatch.setattr(cluster, "SHORT_FOLDER", str(tmp_path / "none"))
     with pytest.raises(PipelineError, match=r"no place for its sockets: got .*, expected .* Name one in RAY_TMPDIR"):
         private_folder().__enter__()
     with pytest.raises(PipelineError, match="no place for its sockets"):
-        Pool(CREW, None, None)
+        WorkerPool(CREW, None, None)
 
 
 @pytest.mark.parametrize(
@@ -310,15 +310,15 @@ def test_a_head_that_is_gone_is_told_before_anything_begins(tmp_path, monkeypatc
         (tmp_path / "ray/ray_current_cluster").write_text(f"127.0.0.1:{port}")  # as a cluster that crashed leaves it
         monkeypatch.setenv("RAY_ADDRESS", address.format(port=port))
         with pytest.raises(PipelineError, match=message):
-            Pool(CREW, None, None)
+            WorkerPool(CREW, None, None)
 
 
 def test_a_head_that_answers_and_an_empty_address_are_no_fault(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
-        Pool(CREW, None, None)
+        WorkerPool(CREW, None, None)
     monkeypatch.setenv("RAY_ADDRESS", "")
-    Pool(CREW, None, None)
+    WorkerPool(CREW, None, None)
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1:6379"], ids=["started", "joined"])
@@ -342,4 +342,4 @@ def test_the_pool_starts_without_what_takes_long_to_import():
 
 
 def test_without_a_task_nothing_is_started():
-    assert list(Pool(CREW, None, None).results(iter([]))) == []
+    assert list(WorkerPool(CREW, None, None).results(iter([]))) == []

@@ -11,7 +11,7 @@ from preprocess.sources.dialogues import Dialogue, clean
 from tests.kit import byte_tokenizer
 from tests.pipeline.test_chat import GEMMA, masked_runs, text_of, tokenizer_with
 from tests.preprocess.records import TOKENIZER, ask, dumped, encoded, messages, runs
-from tests.templates import QWEN_3, SMOLLM_3, settled
+from tests.templates import QWEN_3, SMOLLM_3, tokenizer_with_settings
 
 # -- flags of a turn -------------------------------------------------------------------------------------------------
 
@@ -170,15 +170,15 @@ def with_keywords(keywords, *texts: str) -> dict:
 def test_an_answer_is_trained_under_the_keywords_that_it_was_given_under(template, written, thinks):
     keywords = {"enable_thinking": thinks, "python_tools": [], "custom_instructions": ""}
     record = with_keywords(f'{{"enable_thinking": {str(thinks).lower()}}}' if written else keywords)
-    expected = dumped({"messages": record["messages"]}, settled(template, enable_thinking=thinks))
-    assert dumped(record, settled(template)) == expected
+    expected = dumped({"messages": record["messages"]}, tokenizer_with_settings(template, enable_thinking=thinks))
+    assert dumped(record, tokenizer_with_settings(template)) == expected
 
 
 CUSTOM = "{{ custom_instructions | default('none') }}|" + byte_tokenizer().chat_template
 
 
 def custom(**keywords):
-    tokenizer = settled(SMOLLM_3)
+    tokenizer = tokenizer_with_settings(SMOLLM_3)
     tokenizer.chat_template = CUSTOM
     apply_settings(tokenizer, TargetConfig(model="some/model", template_keywords=keywords))
     return tokenizer
@@ -215,7 +215,7 @@ def test_a_keyword_that_the_template_does_not_read_changes_nothing_and_is_counte
 
 
 def test_a_switch_is_true_or_false():
-    _, edits = encoded(with_keywords({"enable_thinking": "false"}), settled(SMOLLM_3))
+    _, edits = encoded(with_keywords({"enable_thinking": "false"}), tokenizer_with_settings(SMOLLM_3))
     assert edits == ["keywords_not_shown", "answer_without_thoughts"]
 
 

@@ -21,7 +21,7 @@ from pipeline.recipe.recipe import Recipe
 from pipeline.running.state import features_state
 from preprocess.dump import driver
 from preprocess.dump.driver import dump
-from preprocess.dump.plan import Plan
+from preprocess.dump.plan import DumpPlan
 from preprocess.dump.worker import FeatureWorker
 from tests import cluster
 from tests.kit import (
@@ -131,7 +131,7 @@ def test_each_token_of_the_targets_own_answers_is_counted_once(tiny_recipe, tmp_
     tree["data"] |= {"answers": "target", "train_turns": turns, "max_length": 400}
     tree["regenerate"] = {"temperature": 1.0, "max_new_tokens": 12}
     recipe = Recipe.model_validate(tree)
-    task = next(task for task in Plan(recipe, load_tokenizer(recipe.target)).tasks() if task.split == "train")
+    task = next(task for task in DumpPlan(recipe, load_tokenizer(recipe.target)).tasks() if task.split == "train")
     worker = FeatureWorker(recipe, tmp_path, feature_spec(recipe))
     record = worker.work(task)
     assert worker._active_work.done == record.tokens > 0
@@ -213,7 +213,7 @@ def test_other_answers_keep_the_rest_of_the_dump(job, tmp_path):
     changed = load_recipe(recipe, sets)
     message = r"\(data.calibration_prompts: 4 -> 2, features.answer_tokens: 12 -> 5\)"
     with pytest.raises(PipelineError, match=message):
-        training.stores(changed, feature_spec(changed))
+        training.open_stores(changed, feature_spec(changed))
     assert features_state(changed) == (False, "answers to calibration prompts have to be generated again")
     dump_here(changed)
     assert "the target's own to 2 calibration prompts" in "\n".join(dump(changed))

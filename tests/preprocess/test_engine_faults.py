@@ -60,7 +60,7 @@ def test_engines_of_two_workers_do_not_disturb_each_other_whoever_is_killed(
 
 def test_a_dialogue_that_an_engine_never_answers_is_set_aside(tiny_target, tmp_path, on_cluster, monkeypatch, caplog):
     recipe, python = by_engine(tiny_target, tmp_path, "hangs", f"hangs {MARK}", rows_per_shard=1)
-    monkeypatch.setattr(pool, "Pool", watching(Path(python).parent, "hangs-*"))
+    monkeypatch.setattr(pool, "WorkerPool", watching(Path(python).parent, "hangs-*"))
     report = "\n".join(driver.dump(recipe))
     assert "kills_workers 1" in report and "set aside, since it kills workers: doc7" in caplog.text
     assert caplog.text.count("it sent no heartbeat for") == 2 and len(engines.started(python)) == 3

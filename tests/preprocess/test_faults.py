@@ -17,7 +17,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.features.shards import FeatureStore, Manifest
 from pipeline.recipe.load import load_recipe
 from pipeline.running.crew import WorkerFailure
-from pipeline.running.workers import Pool
+from pipeline.running.workers import WorkerPool
 from preprocess.dump import driver, pool
 from preprocess.dump.task import ShardTask, next_try
 from preprocess.dump.worker import FeatureWorker
@@ -51,7 +51,7 @@ def watching(markers: Path, hung: str = "hung-*") -> type:
     """
     ahead: list[float] = []
 
-    class Watching(Pool):
+    class Watching(WorkerPool):
         def __init__(self, *arguments):
             super().__init__(*arguments, clock=lambda: time.monotonic() + sum(ahead))
 
@@ -84,7 +84,7 @@ def faulty_dump(recipe, tmp_path, on_cluster, monkeypatch):
 
     def dump(sets: tuple[str, ...] = (), **faults) -> str:
         monkeypatch.setattr(driver, "FeatureWorker", faulty(markers, faults))
-        monkeypatch.setattr(pool, "Pool", watching(markers))
+        monkeypatch.setattr(pool, "WorkerPool", watching(markers))
         return "\n".join(driver.dump(load_recipe(recipe, [f"output={tmp_path / 'run'}", *sets])))
 
     return dump

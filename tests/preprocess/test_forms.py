@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.features.schema import Accounting
 from preprocess.sources.dialogues import clean
-from preprocess.sources.forms import BrokenLine, description
+from preprocess.sources.forms import BrokenLine, describe_record
 from tests.preprocess.records import TOKENIZER, A, Q, dumped, intake_of, turns
 
 MESSAGES = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "because."}]
@@ -85,7 +85,7 @@ def test_a_text_and_tokens_win_over_the_names_that_are_read_since_later(raw):
     ],
 )
 def test_a_rejected_record_is_described_in_bounded_words(record, words):
-    assert description(record).startswith(words) and len(description(record)) < 300
+    assert describe_record(record).startswith(words) and len(describe_record(record)) < 300
 
 
 def test_a_description_fits_the_accounting():
@@ -93,8 +93,8 @@ def test_a_description_fits_the_accounting():
     names = ["\x01" * 39 + letter for letter in "abcdefgh"]
     turns_of = [{"role": name, "content": "x"} for name in names]
     record = {"conversation": turns_of, **dict.fromkeys(names)}
-    Accounting.model_validate(EMPTY | {"examples": {"malformed": description(record)}})
-    assert description(record).startswith("its keys are 'conversation', '\\x01")
+    Accounting.model_validate(EMPTY | {"examples": {"malformed": describe_record(record)}})
+    assert describe_record(record).startswith("its keys are 'conversation', '\\x01")
 
 
 def test_a_text_is_a_continuation_from_its_second_token_on():

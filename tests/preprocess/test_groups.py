@@ -16,7 +16,7 @@ from pipeline.features.schema import FeatureSpec
 from pipeline.features.shards import SPLITS, Manifest, ShardRecord
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.sections import DataConfig
-from preprocess.dump.plan import Plan
+from preprocess.dump.plan import DumpPlan
 from preprocess.dump.report import report_lines
 from preprocess.sources.groups import LONGEST, held_out
 from preprocess.sources.intake import Intake
@@ -139,7 +139,7 @@ def test_no_prompt_is_trained_on_and_each_is_another_question(tiny_recipe, tmp_p
     intake = intake_of(tmp_path, samples("question {}?"))
     numbers = {"heldout_fraction": 0.2, "heldout_prompts": 8, "calibration_prompts": 4, "validation_dialogues": 50}
     data = tiny_recipe.data.model_copy(update={"source": intake.data.source, **numbers})
-    plan = Plan(tiny_recipe.model_copy(update={"data": data}), byte_tokenizer())
+    plan = DumpPlan(tiny_recipe.model_copy(update={"data": data}), byte_tokenizer())
     questions = {f"s{number}": f"question {number % 100}?" for number in range(800)}
     rows = [task for task in plan.tasks() if task.split != "answers"]
     split = {side: {questions[d.doc_id] for t in rows if t.split == side for d in t.documents} for side in SPLITS}
@@ -289,7 +289,7 @@ def test_values_of_parquets_own_types_are_no_group_and_decimals_are_numbers(tmp_
 
 def report_of(tiny_recipe, records: list[dict], folder: Path, **settings) -> list[str]:
     data = tiny_recipe.data.model_copy(update={"source": intake_of(folder, records).data.source, **settings})
-    plan = Plan(tiny_recipe.model_copy(update={"data": data}), byte_tokenizer())
+    plan = DumpPlan(tiny_recipe.model_copy(update={"data": data}), byte_tokenizer())
     rows = [task.documents for task in plan.tasks() if task.split != "answers"]
     shards = [ShardRecord("", "train", n, len(documents), 0, 0, 0, "") for n, documents in enumerate(rows)]
     spec = FeatureSpec(32, "float32", "", "", "", "")

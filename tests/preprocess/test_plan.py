@@ -12,14 +12,14 @@ from pipeline.basics.errors import PipelineError
 from pipeline.features.shards import ANSWERS, ShardRecord
 from pipeline.lm.chat import encode
 from pipeline.recipe.recipe import Recipe
-from preprocess.dump.plan import Plan
+from preprocess.dump.plan import DumpPlan
 from preprocess.dump.task import ShardTask
-from preprocess.dump.worker import Document
+from preprocess.dump.worker import EncodedDocument
 from preprocess.sources.dialogues import clean, record_id
 from preprocess.sources.groups import held_out
 from preprocess.sources.intake import Intake
 from tests.kit import byte_tokenizer, recipe_tree, write_sharegpt
-from tests.templates import QWEN_3, settled
+from tests.templates import QWEN_3, tokenizer_with_settings
 
 TOKENIZER = byte_tokenizer()
 
@@ -32,8 +32,8 @@ def recipe_for(source: Path, target: Path = Path("no-target"), **changes) -> Rec
     return Recipe.model_validate(tree)
 
 
-def planned(recipe: Recipe) -> tuple[Plan, list[ShardTask]]:
-    plan = Plan(recipe, TOKENIZER)
+def planned(recipe: Recipe) -> tuple[DumpPlan, list[ShardTask]]:
+    plan = DumpPlan(recipe, TOKENIZER)
     return plan, list(plan.tasks())
 
 
@@ -47,7 +47,7 @@ def as_if_written(tasks: list[ShardTask], drop: int = 0) -> list[ShardRecord]:
     return shards
 
 
-def documents_of(tasks: list[ShardTask], split: str) -> list[Document]:
+def documents_of(tasks: list[ShardTask], split: str) -> list[EncodedDocument]:
     return [document for task in tasks if task.split == split for document in task.documents]
 
 
@@ -186,7 +186,7 @@ def test_each_fate_is_counted_under_its_name(tmp_path):
 def test_answers_apart_are_documents_and_accounted_for(source, rule):
     """The template shows thoughts with the last answer only; training is full in the middle of a record."""
     recipe = recipe_for(source, data={"long": rule, "max_length": 200, "max_dialogues": 21})
-    plan = Plan(recipe, settled(QWEN_3, enable_thinking=False))
+    plan = DumpPlan(recipe, tokenizer_with_settings(QWEN_3, enable_thinking=False))
     tasks = list(plan.tasks())
     counts = plan.accounting(as_if_written(tasks, drop=1))
     rejected, skipped = sum(counts["rejected"].values()), sum(counts["skipped"].values())

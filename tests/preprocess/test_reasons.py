@@ -3,7 +3,7 @@
 import ast
 import json
 
-from pipeline.features.reasons import UNKNOWN_KEY, WORDS, describe_reasons
+from pipeline.features.reasons import DESCRIPTIONS, UNKNOWN_KEY, describe_reasons
 from pipeline.running.state import features_state
 from tests.kit import ROOT, dump_here
 
@@ -30,7 +30,7 @@ def reasons_in(tree: ast.AST) -> set[str]:
 def test_each_reason_of_the_code_has_words():
     paths = [*(ROOT / "preprocess").rglob("*.py"), ROOT / "pipeline/lm/chat.py"]
     reasons = set().union(*(reasons_in(ast.parse(path.read_text())) for path in paths))
-    assert len(reasons) > 25 and reasons - {UNKNOWN_KEY} == set(WORDS)
+    assert len(reasons) > 25 and reasons - {UNKNOWN_KEY} == set(DESCRIPTIONS)
 
 
 def test_reasons_are_told_with_their_counts_the_most_frequent_first():

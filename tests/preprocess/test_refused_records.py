@@ -13,7 +13,7 @@ from preprocess.sources.tools import LONGEST
 from tests.pipeline.test_chat import TWO_TURNS
 from tests.preprocess.records import TOKENIZER, A, Q, encoded, messages, record, turns
 from tests.preprocess.test_tools import ANSWER, CALL, QUESTION, RESULT, call, tool_record
-from tests.templates import GPT_OSS, LLAMA_3_2, QWEN_3, SMOLLM_3, settled
+from tests.templates import GPT_OSS, LLAMA_3_2, QWEN_3, SMOLLM_3, tokenizer_with_settings
 from tests.tool_templates import GPT_OSS as GPT_OSS_TOOLS
 from tests.tool_templates import LLAMA_3_1, tools_shown_by
 
@@ -152,9 +152,9 @@ def test_hostile_tools_calls_and_arguments_cost_their_record(value):
 
 # -- what the target's tokenizer and template refuse ------------------------------------------------------------------
 
-LLAMA, HARMONY = settled(LLAMA_3_2), settled(GPT_OSS)
-NO_TOOLS, WITH_TOOLS = settled(QWEN_3), tools_shown_by(GPT_OSS_TOOLS)
-COUNTING = settled(SMOLLM_3)
+LLAMA, HARMONY = tokenizer_with_settings(LLAMA_3_2), tokenizer_with_settings(GPT_OSS)
+NO_TOOLS, WITH_TOOLS = tokenizer_with_settings(QWEN_3), tools_shown_by(GPT_OSS_TOOLS)
+COUNTING = tokenizer_with_settings(SMOLLM_3)
 COUNTING.chat_template = "{% if level is defined %}{{ level + 1 }}{% endif %}" + SMOLLM_3
 apply_settings(COUNTING, TargetConfig(model="some/model"))
 HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.artifacts.regenerated import are_of
+from pipeline.artifacts.regenerated import holds_answers_of
 from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.basics.files import sha256, write_sealed
 from pipeline.decoding.generate import repeats_itself
@@ -18,7 +18,7 @@ from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import DataConfig
 from preprocess.dump.interview import AnsweredDialogue, AnswerWorker, Part
-from preprocess.dump.plan import Plan
+from preprocess.dump.plan import DumpPlan
 from preprocess.dump.task import ShardTask
 from preprocess.regenerate import _tasks, regenerate
 from preprocess.sources.dialogues import Dialogue
@@ -35,7 +35,7 @@ from tests.kit import (
     write_sharegpt,
 )
 from tests.preprocess.records import TOKENIZER, ask, messages
-from tests.templates import GPT_OSS, QWEN_3, QWEN_3_THINKING, settled
+from tests.templates import GPT_OSS, QWEN_3, QWEN_3_THINKING, tokenizer_with_settings
 
 
 def with_answers(recipe: Recipe, **settings) -> Recipe:
@@ -178,7 +178,7 @@ def test_a_loop_an_empty_and_a_cut_answer_end_a_dialogue(tiny_recipe, monkeypatc
 def test_thoughts_stay_with_their_answer_and_are_no_answer_by_themselves(
     tiny_recipe, monkeypatch, template, thought, answer, expected
 ):
-    tokenizer = settled(template)
+    tokenizer = tokenizer_with_settings(template)
     data = tiny_recipe.data.model_copy(update={"max_length": 1000})
     recipe = with_answers(tiny_recipe.model_copy(update={"data": data}), max_new_tokens=100)
 
@@ -239,14 +239,14 @@ def test_what_is_damaged_is_made_again_and_other_settings_are_refused(job):
     recipe, folder = job
     intact = (folder / "dialogues.jsonl").read_bytes()
     answers, target = str(folder / "dialogues.jsonl"), fingerprint(load_recipe(recipe).target)
-    assert are_of(answers, target) and not are_of(answers, "0" * 16)
-    assert not are_of(str(folder.parent / "d.json"), target)
+    assert holds_answers_of(answers, target) and not holds_answers_of(answers, "0" * 16)
+    assert not holds_answers_of(str(folder.parent / "d.json"), target)
     flip(folder / "parts.jsonl", 3)  # one part is answered again
     flip(folder / "dialogues.jsonl")
-    assert not are_of(answers, target)
+    assert not holds_answers_of(answers, target)
     with without_ray():
         regenerate(load_recipe(recipe))
-    assert (folder / "dialogues.jsonl").read_bytes() == intact and are_of(answers, target)
+    assert (folder / "dialogues.jsonl").read_bytes() == intact and holds_answers_of(answers, target)
     message = r"answers of another target or other settings: seed: 0 -> 3, regenerate.temperature: 1.0 -> 0.5\. Use"
     with pytest.raises(PipelineError, match=message):
         regenerate(load_recipe(recipe, ["regenerate.temperature=0.5", "regenerate.batch=7", "seed=3"]))
@@ -259,10 +259,10 @@ def test_every_dialogue_is_accounted_for_and_the_dump_takes_the_result(job):
     answered = Counter(line["id"] for line in lines(folder / "dialogues.jsonl"))
     assert answered + rejected == Counter([*(f"doc{n}" for n in range(40)), "broken", "doc0"])
     recipe = load_recipe(recipe_file, [f'data.source="{folder / "dialogues.jsonl"}"'])
-    plan = Plan(recipe, load_tokenizer(recipe.target))
+    plan = DumpPlan(recipe, load_tokenizer(recipe.target))
     splits = {document.doc_id: task.split for task in plan.tasks() for document in task.documents}
     assert len(splits) > 20 and set(splits) <= set(answered)
-    source = Plan(load_recipe(recipe_file), load_tokenizer(recipe.target))
+    source = DumpPlan(load_recipe(recipe_file), load_tokenizer(recipe.target))
     split_of = {document.doc_id: task.split for task in source.tasks() for document in task.documents}
     assert all(split == split_of[doc_id] for doc_id, split in splits.items() if doc_id in split_of)
     assert set(splits.values()) == {"train", "validation", "answers"}
@@ -348,7 +348,7 @@ def test_what_nobody_asks_or_nobody_gives_results_for_is_left_out_and_counted(ti
     (task,) = _tasks(recipe, Intake(data), skipped)
     assert [dialogue.doc_id for dialogue in task.documents] == ["tools", "kept"]
     assert skipped == {"no_turns": 2, "tool_calls": 2}
-    tokenizer = settled(QWEN_3)
+    tokenizer = tokenizer_with_settings(QWEN_3)
     tokenizer.chat_template = tool_templates.QWEN_3
     reply = [*ids_of("so", tokenizer), tokenizer.eos_token_id]
     part, prompts = ask(monkeypatch, recipe, tokenizer, reply, *task.documents)

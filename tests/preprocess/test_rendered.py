@@ -16,17 +16,17 @@ from tests.pipeline.test_chat import (
     tokenizer_with,
 )
 from tests.preprocess.records import dumped, encoded, runs
-from tests.templates import DEEPSEEK_R1, LLAMA_3_2, QWEN_3, SMOLLM_3, settled
+from tests.templates import DEEPSEEK_R1, LLAMA_3_2, QWEN_3, SMOLLM_3, tokenizer_with_settings
 
 TOKENIZERS = {
     "smollm-2": tokenizer_with(CHATML),
     "llama-2": tokenizer_with(LLAMA_2),
     "llama-3": tokenizer_with(LLAMA_3),
-    "llama-3.2": settled(LLAMA_3_2),
+    "llama-3.2": tokenizer_with_settings(LLAMA_3_2),
     "qwen-2.5": tokenizer_with(QWEN_2_5),
     "mistral": tokenizer_with(MISTRAL),
     "gemma": tokenizer_with(GEMMA),
-    "smollm-3": settled(SMOLLM_3),
+    "smollm-3": tokenizer_with_settings(SMOLLM_3),
 }
 VICUNA = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ 'USER: ' + m.content }}"
@@ -57,7 +57,7 @@ def with_bos(tokenizer):
 
 
 def test_no_text_gets_a_second_bos():
-    tokenizer = with_bos(settled(LLAMA_3_2))
+    tokenizer = with_bos(tokenizer_with_settings(LLAMA_3_2))
     begin, ids = tokenizer.bos_token_id, tokenizer("once upon")["input_ids"]
     assert ids[0] == begin
     for text in ("once upon", "<s>once upon"):
@@ -72,23 +72,23 @@ def test_no_text_gets_a_second_bos():
     ("tokenizer", "text", "trained"),
     [
         (
-            settled(QWEN_3, enable_thinking=False),
+            tokenizer_with_settings(QWEN_3, enable_thinking=False),
             "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n<|im_start|>user\nq<|im_end|>\n"
             "<|im_start|>assistant\n<think>\n\n</think>\n\nb<|im_end|>\n",
             ["a<|im_end|>", "b<|im_end|>"],
         ),
         (
-            settled(DEEPSEEK_R1),
+            tokenizer_with_settings(DEEPSEEK_R1),
             "<｜User｜>q<｜Assistant｜><think>\nhm\n</think>\n\na<｜end▁of▁sentence｜>",
             ["hm\n</think>\n\na<｜end▁of▁sentence｜>"],
         ),
         (
-            settled(LLAMA_3_2),  # which ends in an answer that is cut
+            tokenizer_with_settings(LLAMA_3_2),  # which ends in an answer that is cut
             "<|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|>"
             "<|start_header_id|>assistant<|end_header_id|>\n\na b",
             ["a b"],
         ),
-        (settled(LLAMA_3_2), CALL, ['{"name": "w"}<|eom_id|>']),
+        (tokenizer_with_settings(LLAMA_3_2), CALL, ['{"name": "w"}<|eom_id|>']),
         (tokenizer_with(VICUNA), "USER: q ASSISTANT: a</s>USER: q ASSISTANT: b</s>", [" a</s>", " b</s>"]),
     ],
     ids=["what a prompt adds", "thoughts that a prompt opens", "cut", "a last call", "markers of words"],

@@ -24,7 +24,7 @@ from tests.pipeline.test_chat import (
     random_talk,
     tokenizer_with,
 )
-from tests.templates import GPT_OSS, QWEN_3, SMOLLM_3, settled
+from tests.templates import GPT_OSS, QWEN_3, SMOLLM_3, tokenizer_with_settings
 
 TOKENIZER = byte_tokenizer()
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -140,7 +140,7 @@ def upto(number: int, first: int = 0) -> str:
     return "".join(of_qwen(n, last=n == number) for n in range(first, number + 1))
 
 
-OFF, ON = settled(QWEN_3, enable_thinking=False), settled(QWEN_3)
+OFF, ON = tokenizer_with_settings(QWEN_3, enable_thinking=False), tokenizer_with_settings(QWEN_3)
 
 
 def width(text: str) -> int:
@@ -180,7 +180,7 @@ def test_a_cut_answer_apart_keeps_what_fits_of_it():
 def test_thoughts_are_counted_that_a_thinking_target_lacks_or_another_has_to_drop():
     thoughtful = dialogue(TALK)
     thoughtful.messages[3]["content"] = "<think>\nwell\n</think>\n\n" + thoughtful.messages[3]["content"]
-    for tokenizer in (ON, settled(SMOLLM_3), settled(GPT_OSS)):
+    for tokenizer in (ON, tokenizer_with_settings(SMOLLM_3), tokenizer_with_settings(GPT_OSS)):
         for item, count in ((dialogue(TALK), 3), (thoughtful, 2)):
             assert sequences_of(item, tokenizer, max_length=1000)[1].count("answer_without_thoughts") == count
     (_, (_, second), _), _ = sequences_of(thoughtful, ON, max_length=1000)
@@ -280,7 +280,7 @@ def test_a_record_that_takes_too_much_rendering_is_a_reason(monkeypatch, templat
     """Calls, results and thoughts are each looked for in a rendering from the first turn on."""
     monkeypatch.setattr(chat, "MOST_WORK", 50_000)
     data = DataConfig(source="", max_length=600, long=long)
-    tokenizer, turns = Counted(settled(QWEN_3)), []
+    tokenizer, turns = Counted(tokenizer_with_settings(QWEN_3)), []
     tokenizer._tokenizer.chat_template = template
     assert encode_sequences(tokenizer, Dialogue("doc", make(3), ()), data)
     for _ in range(2):

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from infra.plan.__main__ import make
+from infra.plan.__main__ import make_plan
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.recipe import Recipe
 from preprocess.dump.driver import dump
-from preprocess.sources.sizes import look_at, require_sizes
+from preprocess.sources.sizes import require_sizes, summarize_source
 from tests.kit import dump_here, recipe_tree, write_sharegpt
 
 
@@ -30,7 +30,7 @@ def recipe(tiny_target, tmp_path):
 def test_too_few_held_out_dialogues_are_told_with_every_number_before_a_dump(recipe):
     keys = {"heldout_fraction": 0.02, "heldout_prompts": 100, "calibration_prompts": 16}
     recipe_of_150 = recipe(150, data=keys, train={"keep": "best"})
-    held = look_at(recipe_of_150, 1000).held_out
+    held = summarize_source(recipe_of_150, 1000).held_out
     message = (
         f"its 150 dialogues hold out {held}, which give {held} prompts (data.heldout_fraction=0.02), but the recipe "
         "requires at least 101: validation takes up to 8 (data.validation_dialogues), and their questions are 100 + 16 "
@@ -38,7 +38,7 @@ def test_too_few_held_out_dialogues_are_told_with_every_number_before_a_dump(rec
     )
     with pytest.raises(PipelineError, match=re.escape(message)):
         require_sizes(recipe_of_150)
-    for start in (dump, lambda wrong: make(wrong, {})):
+    for start in (dump, lambda wrong: make_plan(wrong, {})):
         with pytest.raises(PipelineError, match="requires at least 101"):
             start(recipe_of_150)
     assert not list(recipe_of_150.paths.run.rglob("*.arrow"))
@@ -61,15 +61,15 @@ def test_the_advice_holds(recipe, count, prompts, advice, taken):
 
 
 def test_a_look_ends_where_it_knows_enough(recipe):
-    look = look_at(recipe(400), 5)
+    look = summarize_source(recipe(400), 5)
     assert look.held_out >= 5 and not look.is_complete and look.dialogues < 400
-    full_look = look_at(recipe(100), 1000)
+    full_look = summarize_source(recipe(100), 1000)
     assert full_look.is_complete and full_look.dialogues == 100 and 5 < full_look.held_out < 40
 
 
 def test_a_warm_up_that_outlasts_the_run_is_refused_before_the_dump(recipe):
     """60 dialogues, at least 40 of them to train on, 8 a step, two epochs: 10 to 14 steps."""
-    steps = look_at(recipe(60), 1000).train // 8 * 2
+    steps = summarize_source(recipe(60), 1000).train // 8 * 2
     require_sizes(recipe(60, train={"warmup_steps": steps - 1}))
     late = recipe(60, train={"warmup_steps": steps})
     with pytest.raises(PipelineError, match=f"warmup_steps={steps}, but the run has {steps} steps"):
@@ -81,7 +81,7 @@ def test_a_warm_up_that_outlasts_the_run_is_refused_before_the_dump(recipe):
 
 
 def test_a_warm_up_is_compared_with_an_estimate_where_tokens_end_the_data(recipe):
-    look = look_at(recipe(400), 5)
+    look = summarize_source(recipe(400), 5)
     assert not look.is_complete
     few = recipe(400, data={"max_tokens": 2000}, train={"warmup_steps": 50})
     with pytest.raises(PipelineError, match="warmup_steps=50, but the run has about"):
@@ -114,7 +114,7 @@ def shared_questions(path: Path, questions: int, answers: int) -> None:
 def test_each_question_is_one_prompt(recipe, tmp_path):
     few = recipe(60, data={"heldout_fraction": 0.2, "heldout_prompts": 10}, train={"keep": "best"})
     shared_questions(tmp_path / "data.json", 20, 50)
-    look = look_at(few, 10**6)
+    look = summarize_source(few, 10**6)
     assert look.dialogues == 1000 and len(look.groups) == 20 and look.held_out == 50 * look.prompts
     with pytest.raises(PipelineError, match=r"1000 dialogues with 20 first questions .* data\.group='id'"):
         require_sizes(few)
@@ -131,7 +131,7 @@ def test_one_question_of_all_is_not_mended_by_a_fraction(recipe, tmp_path):
 
 def test_the_rows_of_a_run_are_its_sequences(recipe):
     """Windows: more rows than dialogues, and more steps."""
-    late = recipe(60, train={"warmup_steps": look_at(recipe(60), 1000).train // 8 * 2})
+    late = recipe(60, train={"warmup_steps": summarize_source(recipe(60), 1000).train // 8 * 2})
     with pytest.raises(PipelineError, match="warmup_steps"):
         require_sizes(late)
     require_sizes(late.model_copy(update={"data": late.data.model_copy(update={"long": "windows", "max_length": 60})}))

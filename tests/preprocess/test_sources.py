@@ -15,7 +15,7 @@ from pipeline.recipe.sections import DataConfig
 from preprocess.sources import json_records
 from preprocess.sources import read as sources
 from preprocess.sources.dialogues import clean
-from preprocess.sources.read import Tail, read_records
+from preprocess.sources.read import TornTail, read_records
 from tests.preprocess.records import A, record
 
 RECORDS = [record(("human", f"q{number}" * 20), A, doc_id=f"doc{number}") for number in range(5)]
@@ -32,8 +32,8 @@ def write(tmp_path: Path, content: str | bytes) -> str:
     return str(path)
 
 
-def read(source: str) -> tuple[list, Tail]:
-    tail = Tail()
+def read(source: str) -> tuple[list, TornTail]:
+    tail = TornTail()
     return list(read_records(DataConfig(source=source), tail)), tail
 
 
@@ -49,13 +49,13 @@ def test_a_whole_list_and_json_lines_are_read_and_have_no_torn_tail(tmp_path, te
     """A source is read by path and by fsspec address, with a byte order mark or without, packed, and as
     `cat a.gz b.gz` makes it.
     """
-    assert read(write(tmp_path, text)) == read(f"file://{write(tmp_path, text)}") == (RECORDS, Tail(None))
-    assert read(write(tmp_path, text.encode("utf-8-sig"))) == (RECORDS, Tail(None))
+    assert read(write(tmp_path, text)) == read(f"file://{write(tmp_path, text)}") == (RECORDS, TornTail(None))
+    assert read(write(tmp_path, text.encode("utf-8-sig"))) == (RECORDS, TornTail(None))
     half = len(text) // 2
     for ending, pack in PACK.items():
         path = tmp_path / f"data.json{ending}"
         path.write_bytes(pack(text[:half].encode()) + pack(text[half:].encode()))
-        assert read(str(path)) == (RECORDS, Tail(None)), ending
+        assert read(str(path)) == (RECORDS, TornTail(None)), ending
 
 
 def test_records_arrive_as_the_file_is_read(tmp_path, monkeypatch):
@@ -67,7 +67,7 @@ def test_records_arrive_as_the_file_is_read(tmp_path, monkeypatch):
     end = 1
     with Path(source).open("rb", buffering=0) as file:
         monkeypatch.setattr(sources, "_open", lambda _: file)
-        for line, _ in zip(lines, read_records(DataConfig(source=source), Tail()), strict=False):
+        for line, _ in zip(lines, read_records(DataConfig(source=source), TornTail()), strict=False):
             end += len(line) + 2
             assert file.tell() <= end + 2 * 65536
     assert end > 2_000_000
@@ -142,7 +142,7 @@ def test_a_source_that_is_not_there_is_one_clear_error(tmp_path, source, message
 def test_half_an_emoji_costs_one_record(tmp_path):
     """JavaScript cuts strings between the two halves of an emoji."""
     got, tail = read(write(tmp_path, TEXT.replace("because.", "\\ude00 because.", 1)))
-    assert got[1:] == RECORDS[1:] and tail == Tail(None) and fate(got[0]) == "not_unicode"
+    assert got[1:] == RECORDS[1:] and tail == TornTail(None) and fate(got[0]) == "not_unicode"
 
 
 def fate(item) -> str:
@@ -167,7 +167,7 @@ def test_every_cut_of_a_list_is_a_torn_tail(tmp_path, ascii_only, indent):
     ]
     for cut in range(record_ends[0], len(text) - 1):
         complete = sum(cut >= end for end in record_ends)
-        assert read(write(tmp_path, text[:cut])) == (AWKWARD[:complete], Tail(complete)), text[:cut]
+        assert read(write(tmp_path, text[:cut])) == (AWKWARD[:complete], TornTail(complete)), text[:cut]
 
 
 def nested(depth: int) -> str:
@@ -181,10 +181,10 @@ def test_a_record_that_is_nested_deep_is_one_malformed_record(tmp_path, depth, f
     items = [json.dumps(item) for item in RECORDS]
     items.insert(place, deep)
     got, tail = read(write(tmp_path, f"[{', '.join(items)}]" if form == "list" else "\n".join(items) + "\n"))
-    assert got[:place] + got[place + 1 :] == RECORDS and tail == Tail(None)
+    assert got[:place] + got[place + 1 :] == RECORDS and tail == TornTail(None)
     assert isinstance(got[place], str) and len(got[place]) <= json_records.SHOWN and fate(got[place]) == "malformed"
     if form == "list" and depth > 1_100:  # a file that ends in such a record is torn
-        assert read(write(tmp_path, f"[{json.dumps(RECORDS[0])}, {deep[: depth + 400]}")) == (RECORDS[:1], Tail(1))
+        assert read(write(tmp_path, f"[{json.dumps(RECORDS[0])}, {deep[: depth + 400]}")) == (RECORDS[:1], TornTail(1))
         with pytest.raises(PipelineError, match="it ends in its first record"):
             read(write(tmp_path, f"[{deep[:depth]}"))
     item = {"id": "x", "conversations": json.loads(nested(json_records.MAX_DEPTH - 1))}  # as deep as allowed
@@ -206,7 +206,7 @@ def test_a_record_that_is_too_long_is_passed_over_in_bounded_memory(tmp_path, mo
     long = json.dumps(record(("human", 'q"\\' * 1_000_000), A, doc_id="long"))
     items = [json.dumps(RECORDS[0]), long, json.dumps(RECORDS[1])]
     got, tail = read(write(tmp_path, f"[{','.join(items)}]" if form == "list" else "\n".join(items)))
-    assert [got[0], got[2]] == RECORDS[:2] and tail == Tail(None) and fate(got[1]) == "malformed"
+    assert [got[0], got[2]] == RECORDS[:2] and tail == TornTail(None) and fate(got[1]) == "malformed"
     assert max(longest, default=0) < 1_200_000 < len(long)
 
 
@@ -214,14 +214,14 @@ def test_a_number_of_thousands_of_digits_is_one_malformed_record(tmp_path):
     items = [json.dumps(RECORDS[0]), "9" * 5000, f'{{"id": {"9" * 5000}}}', json.dumps(RECORDS[1])]
     for text in (f"[{', '.join(items)}]", "\n".join(items)):
         got, tail = read(write(tmp_path, text))
-        assert [got[0], got[3]] == RECORDS[:2] and tail == Tail(None)
+        assert [got[0], got[3]] == RECORDS[:2] and tail == TornTail(None)
         assert [fate(item) for item in got[1:3]] == ["malformed"] * 2
 
 
 @pytest.mark.parametrize("garbage", [b"hello", b"null", b"3", b"\xff\x89PNG"])
 def test_a_first_line_that_is_garbage_is_one_malformed_record(tmp_path, garbage):
     got, tail = read(write(tmp_path, garbage + b"\n" + LINES.encode()))
-    assert got[1:] == RECORDS and tail == Tail(None) and fate(got[0]) == "malformed"
+    assert got[1:] == RECORDS and tail == TornTail(None) and fate(got[0]) == "malformed"
 
 
 # -- JSON lines ------------------------------------------------------------------------------------------------------
@@ -236,13 +236,13 @@ def test_torn_json_lines_keep_their_whole_records(tmp_path):
     last = LINES.index('{"id": "doc4"')
     for cut in range(last + 1, len(LINES) - 1):
         got = read(write(tmp_path, LINES[:cut]))
-        assert got == ((RECORDS, Tail(None)) if cut == len(LINES) - 1 else (RECORDS[:4], Tail(4)))
+        assert got == ((RECORDS, TornTail(None)) if cut == len(LINES) - 1 else (RECORDS[:4], TornTail(4)))
 
 
 def test_a_bad_line_is_one_malformed_record_and_no_more(tmp_path):
     got, tail = read(write(tmp_path, LINES.replace('{"id": "doc2"', '@{"id": "doc2"')))
     assert [item for item in got if isinstance(item, dict)] == [*RECORDS[:2], *RECORDS[3:]]
-    assert got[2].startswith('@{"id": "doc2"') and tail == Tail(None)
+    assert got[2].startswith('@{"id": "doc2"') and tail == TornTail(None)
     assert got[2].number == 3
     blank, _ = read(write(tmp_path, "\n\n{oops\n" + LINES))
     assert blank[0].number == 3 and blank[1:] == RECORDS
@@ -266,15 +266,15 @@ def test_a_bad_line_is_one_malformed_record_and_no_more(tmp_path):
 def test_objects_over_several_lines_and_a_list_under_data_are_read(tmp_path, monkeypatch, text, window):
     """`window`: of the file's beginning, less than a line of it, or than all its records."""
     monkeypatch.setattr(json_records, "LOOKAHEAD", window)
-    assert read(write(tmp_path, text)) == (RECORDS, Tail(None))
+    assert read(write(tmp_path, text)) == (RECORDS, TornTail(None))
     path = tmp_path / "data.json.gz"
     path.write_bytes(gzip.compress(text.encode()))
-    assert read(str(path)) == (RECORDS, Tail(None))
+    assert read(str(path)) == (RECORDS, TornTail(None))
 
 
 @pytest.mark.parametrize("text", [INDENTED, DATA, WRAPPED])
 def test_these_have_a_torn_tail_too(tmp_path, text):
-    assert read(write(tmp_path, text[: text.index('"doc4"')])) == (RECORDS[:4], Tail(4))
+    assert read(write(tmp_path, text[: text.index('"doc4"')])) == (RECORDS[:4], TornTail(4))
 
 
 def test_json_lines_that_hold_data_or_begin_with_a_broken_line_stay_json_lines(tmp_path):
@@ -282,7 +282,7 @@ def test_json_lines_that_hold_data_or_begin_with_a_broken_line_stay_json_lines(t
     assert read(write(tmp_path, "\n".join(map(json.dumps, lines))))[0] == lines
     for broken in ('{"id": "doc9', '{"id": "doc9", @', "{", "{'id': 1}"):
         got, tail = read(write(tmp_path, f"{broken}\n{LINES}"))
-        assert got[1:] == RECORDS and got[0].number == 1 and tail == Tail(None)
+        assert got[1:] == RECORDS and got[0].number == 1 and tail == TornTail(None)
 
 
 CSV = 'question,answer\r\n"why, so?","be\ncause"\r\nhow many?,42\r\n'
@@ -294,13 +294,13 @@ def test_csv_is_read_as_texts(tmp_path, ending):
     path = tmp_path / f"data.csv{ending}"
     path.write_bytes(PACK.get(ending, bytes)(CSV.encode("utf-8-sig")))
     got, tail = read(str(path))
-    assert got == ROWS and tail == Tail(None) and clean(got[1]).messages[1]["content"] == "42"
+    assert got == ROWS and tail == TornTail(None) and clean(got[1]).messages[1]["content"] == "42"
 
 
 def test_csv_that_is_torn_broken_or_empty(tmp_path):
     path = tmp_path / "data.csv"
     path.write_text(f'{CSV}more,"and')
-    assert read(str(path)) == (ROWS, Tail(2))
+    assert read(str(path)) == (ROWS, TornTail(2))
     path.write_text(CSV + "a,b,c\n" + "d,e\n")
     got, _ = read(str(path))
     assert got[:2] == ROWS and got[2].number == 5 and got[3] == {"question": "d", "answer": "e"}
@@ -323,7 +323,7 @@ def test_a_compressed_file_that_is_cut_short_keeps_its_whole_records(tmp_path, e
     path = tmp_path / f"data.json{ending}"
     path.write_bytes(packed[: len(packed) * 3 // 4])
     got, tail = read(str(path))
-    assert 0 < len(got) < 6_000 and got == items[: len(got)] and tail == Tail(len(got))
+    assert 0 < len(got) < 6_000 and got == items[: len(got)] and tail == TornTail(len(got))
 
 
 # -- data sets -------------------------------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ def test_a_compressed_file_that_is_cut_short_keeps_its_whole_records(tmp_path, e
 def test_parquet_is_read(tmp_path):
     path = tmp_path / "data.parquet"
     pyarrow.parquet.write_table(pa.Table.from_pylist(RECORDS), path)
-    assert read(str(path)) == (RECORDS, Tail(None))
+    assert read(str(path)) == (RECORDS, TornTail(None))
 
 
 def test_a_folder_of_a_data_set_is_read_by_split(tmp_path):
@@ -341,9 +341,9 @@ def test_a_folder_of_a_data_set_is_read_by_split(tmp_path):
         (tmp_path / "set" / f"{split}.jsonl").write_text("".join(f"{json.dumps(item)}\n" for item in items))
     source = f"datasets:{tmp_path / 'set'}"
     for split, items in (("train", RECORDS[:3]), ("test", RECORDS[3:])):
-        assert list(read_records(DataConfig(source=source, split=split), Tail())) == items
+        assert list(read_records(DataConfig(source=source, split=split), TornTail())) == items
     with pytest.raises(PipelineError, match="split 'nosuch'"):
-        list(read_records(DataConfig(source=source, split="nosuch"), Tail()))
+        list(read_records(DataConfig(source=source, split="nosuch"), TornTail()))
 
 
 @pytest.mark.parametrize("prefix", ["", "datasets:"])
@@ -352,7 +352,7 @@ def test_a_folder_of_parquet_is_read_in_the_order_of_its_names(tmp_path, prefix)
     folder.mkdir()
     for number, items in enumerate((RECORDS[:3], RECORDS[3:])):
         pyarrow.parquet.write_table(pa.Table.from_pylist(items), folder / f"part-{number}.parquet")
-    assert read(f"{prefix}{folder}") == (RECORDS, Tail(None))
+    assert read(f"{prefix}{folder}") == (RECORDS, TornTail(None))
 
 
 def test_files_that_do_not_go_together_are_refused_before_the_first_record(tmp_path):
@@ -362,7 +362,7 @@ def test_files_that_do_not_go_together_are_refused_before_the_first_record(tmp_p
         messages = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
         (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps({'messages': messages})}\n" * 3)
     with pytest.raises(PipelineError, match=r"cannot be read: .*do not hold the same columns.*one file of JSON lines"):
-        next(read_records(DataConfig(source=f"datasets:{tmp_path}"), Tail()))
+        next(read_records(DataConfig(source=f"datasets:{tmp_path}"), TornTail()))
 
 
 def test_a_data_set_of_several_subsets_names_them(tmp_path):
@@ -373,10 +373,10 @@ def test_a_data_set_of_several_subsets_names_them(tmp_path):
     (tmp_path / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
     for subset, split in ((None, "train"), ("french", "train")):
         with pytest.raises(PipelineError, match=r"'english', 'german'\]\. Set data\.subset to one of these"):
-            list(read_records(DataConfig(source=f"datasets:{tmp_path}", subset=subset, split=split), Tail()))
+            list(read_records(DataConfig(source=f"datasets:{tmp_path}", subset=subset, split=split), TornTail()))
     with pytest.raises(PipelineError, match=r"\['train'\]\. Set data\.split to one of these"):
-        list(read_records(DataConfig(source=f"datasets:{tmp_path}", subset="german", split="dev"), Tail()))
-    assert list(read_records(DataConfig(source=f"datasets:{tmp_path}", subset="german"), Tail())) == RECORDS
+        list(read_records(DataConfig(source=f"datasets:{tmp_path}", subset="german", split="dev"), TornTail()))
+    assert list(read_records(DataConfig(source=f"datasets:{tmp_path}", subset="german"), TornTail())) == RECORDS
 
 
 def test_damaged_compressed_files_are_one_clear_error(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.artifacts.features import feature_spec, fetch, heldout_prompts, store_of
+from pipeline.artifacts.features import feature_spec, fetch, heldout_prompts, open_store
 from pipeline.artifacts.provenance import RECIPE
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
@@ -261,6 +261,6 @@ def test_features_of_other_settings_are_not_even_fetched(dumped, tmp_path):
 
 
 def test_without_a_store_nothing_is_fetched(tiny_recipe):
-    assert store_of(tiny_recipe) is None
+    assert open_store(tiny_recipe) is None
     fetch(tiny_recipe)
     assert not tiny_recipe.paths.features.exists()

@@ -15,7 +15,7 @@ from preprocess.sources.tools import calls_of, tools_of
 from tests.pipeline.test_chat import masked_runs, text_of
 from tests.preprocess.records import encoded
 from tests.templates import QWEN_3 as WITHOUT_TOOLS
-from tests.templates import settled
+from tests.templates import tokenizer_with_settings
 from tests.tool_templates import GPT_OSS, HERMES, LLAMA_3_1, QWEN_3, tools_shown_by
 
 WEATHER = {
@@ -115,7 +115,7 @@ def test_words_beside_a_call_are_trained_with_it():
 
 
 def test_tools_that_a_template_leaves_out_are_counted():
-    sequences, edits = encoded(tool_record(QUESTION, ANSWER), settled(WITHOUT_TOOLS))
+    sequences, edits = encoded(tool_record(QUESTION, ANSWER), tokenizer_with_settings(WITHOUT_TOOLS))
     assert len(sequences) == 1 and "tools_not_shown" in edits
 
 

@@ -13,8 +13,8 @@ import torch
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
-from pipeline.features.schema import Row, stored
-from pipeline.features.shards import FeatureStore, Manifest, damages, text_name, write_shard
+from pipeline.features.schema import TextRow, to_stored_row
+from pipeline.features.shards import FeatureStore, Manifest, find_all_damage, text_name, write_shard
 from pipeline.features.text import write_text_table
 from pipeline.lm import fingerprint
 from pipeline.recipe.load import load_recipe
@@ -81,14 +81,14 @@ def test_what_a_disk_lost_without_telling_is_found_and_repaired(dumped, tmp_path
     _, features = dumped
     record = Manifest.load(features).shards[0]
     monkeypatch.setenv("JAKIRO_CACHE", str(tmp_path))
-    monkeypatch.setattr(fingerprint, "KEPT_FROM", 0)
+    monkeypatch.setattr(fingerprint, "CACHED_FROM", 0)
     monkeypatch.setattr(fingerprint, "file_identity", lambda path: [0] * 5)
-    assert list(damages(features, [record])) == [None]
+    assert list(find_all_damage(features, [record])) == [None]
     flip(features / record.name)
-    assert list(damages(features, [record])) == [None]
+    assert list(find_all_damage(features, [record])) == [None]
     with pytest.raises(PipelineError, match="is not whole"):
         call(main, *arguments(dumped, "--rows", "0"))
-    assert "its SHA-256" in next(damages(features, [record]))  # from now on they do not
+    assert "its SHA-256" in next(find_all_damage(features, [record]))  # from now on they do not
     with without_ray():
         call(main, *arguments(dumped, "--repair", "--rows", "0"))
     assert f"{record.name}: its SHA-256 is not the manifest's" in capsys.readouterr().out
@@ -132,14 +132,16 @@ def test_files_that_disagree_are_named_though_their_checksums_are_the_manifests(
     spec, size, reasons = manifest.spec, manifest.of("train")[0].rows, {}
     store, heldout = (FeatureStore(folder, split, spec) for split in ("train", "validation"))
 
-    def write_again(index: int, reason: str, rows: list[tuple[int, Row]], **counts: int) -> None:
+    def write_again(index: int, reason: str, rows: list[tuple[int, TextRow]], **counts: int) -> None:
         record = manifest.of("train")[index]
-        again = write_shard(folder, "train", index, spec, (stored(row, number, spec) for number, row in rows), {})
+        again = write_shard(
+            folder, "train", index, spec, (to_stored_row(row, number, spec) for number, row in rows), {}
+        )
         record_fields = {"bytes": again.bytes, "sha256": again.sha256} | counts
         manifest.shards[manifest.shards.index(record)] = replace(record, **record_fields)
         reasons[record.name] = reason
 
-    def rows_of(index: int) -> list[tuple[int, Row]]:
+    def rows_of(index: int) -> list[tuple[int, TextRow]]:
         return [(number, store.row(number)) for number in range(index * size, (index + 1) * size)]
 
     trained = manifest.of("train")[0].trained_tokens + 1
@@ -160,11 +162,11 @@ def test_files_that_disagree_are_named_though_their_checksums_are_the_manifests(
     assert checksums(folder) == before
 
 
-def shortened(row: Row) -> Row:
+def shortened(row: TextRow) -> TextRow:
     return replace(row, input_ids=row.input_ids[1:], loss_mask=row.loss_mask[1:], hidden_TD=row.hidden_TD[1:])
 
 
-def lengthened(row: Row) -> Row:
+def lengthened(row: TextRow) -> TextRow:
     ids, mask = (np.append(values, values[-1:]) for values in (row.input_ids, row.loss_mask))
     return replace(row, input_ids=ids, loss_mask=mask, hidden_TD=torch.cat([row.hidden_TD, row.hidden_TD[-1:]]))
 

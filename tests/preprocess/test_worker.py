@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from pipeline.artifacts.features import feature_spec
 from pipeline.basics.errors import NoAnswer, PipelineError
-from pipeline.decoding.generate import Sampling, plain
+from pipeline.decoding.generate import Sampling, decode_plain
 from pipeline.features.shards import ANSWERS, FeatureStore, Manifest, ShardRecord, text_name
 from pipeline.features.text import write_text_table
 from pipeline.lm.chat import Encoded
@@ -25,7 +25,7 @@ from pipeline.recipe.recipe import Recipe
 from preprocess.dump import worker as dump_worker
 from preprocess.dump.interview import AnsweredPrompt
 from preprocess.dump.task import ShardTask, set_threads
-from preprocess.dump.worker import Document, FeatureWorker, align_to_target_tokens, length_sorted_batches
+from preprocess.dump.worker import EncodedDocument, FeatureWorker, align_to_target_tokens, length_sorted_batches
 from tests.kit import PATIENCE, write_sharegpt
 from tests.preprocess.test_plan import planned, recipe_for
 
@@ -38,10 +38,10 @@ def source(tmp_path) -> Path:
 # -- batches ---------------------------------------------------------------------------------------------------------
 
 
-def document(doc_id: str, length: int) -> Document:
+def document(doc_id: str, length: int) -> EncodedDocument:
     mask = np.ones(length, np.uint8)
     mask[0] = 0
-    return Document(doc_id, (np.arange(length) * 7 + len(doc_id)).astype(np.int32) % 256, mask)
+    return EncodedDocument(doc_id, (np.arange(length) * 7 + len(doc_id)).astype(np.int32) % 256, mask)
 
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 200), st.randoms())
@@ -157,7 +157,7 @@ GOLDEN = {
 }
 
 
-def drawn(batch: list[Document], seed: int = 0) -> list[torch.Tensor]:
+def drawn(batch: list[EncodedDocument], seed: int = 0) -> list[torch.Tensor]:
     """States of a batch: exact numbers, a token of zeros, layers that differ in size."""
     generator = torch.Generator().manual_seed(seed + len(batch[0].input_ids))
     shape = len(batch), len(batch[0].input_ids), 3, 32
@@ -289,7 +289,7 @@ def test_the_answers_are_plain_decodings_and_the_features_theirs(source, tiny_ta
     for number in range(len(store)):
         row = store.row(number)
         prompt = prompts[row.doc_id]
-        answer = plain(loaded_target, prompt, Sampling(12, frozenset(loaded_target.stop_ids()))).tokens
+        answer = decode_plain(loaded_target, prompt, Sampling(12, frozenset(loaded_target.stop_ids()))).tokens
         assert row.input_ids.tolist() == prompt + answer
         assert row.loss_mask.tolist() == [0] * len(prompt) + [1] * len(answer)
         expected = loaded_target.capture(torch.tensor([prompt + answer]))[0]

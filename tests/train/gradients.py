@@ -13,14 +13,15 @@ import numpy as np
 import torch
 
 from pipeline.basics.errors import PipelineError
-from pipeline.drafts import TrainedDraft, build, objective_of
+from pipeline.drafts import TrainedDraft, build, make_objective
 from pipeline.drafts.eagle import EagleConfig
-from pipeline.features.batch import Batch, Horizons, collate
-from pipeline.features.schema import Row
+from pipeline.features.batch import Batch, collate
+from pipeline.features.positions import Horizons
+from pipeline.features.schema import TextRow
 from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead
 from pipeline.recipe.sections import TrainConfig
 from pipeline.running import entry
-from train.engine.engine import Engine, start_distributed
+from train.engine.engine import TrainingEngine, start_distributed
 
 WIDTH, VOCABULARY = 32, 64
 SHAPES = {
@@ -51,7 +52,7 @@ class Broken(torch.autograd.Function):
 
 def loss_of(draft: TrainedDraft, batch: Batch):
     """Return EAGLE's loss; without a gradient for the batch of step 2."""
-    loss, sums = objective_of(draft.config).loss(draft, batch)
+    loss, sums = make_objective(draft.config).loss(draft, batch)
     return (Broken.apply(loss) if batch.step == 2 else loss), sums
 
 
@@ -59,7 +60,7 @@ def one_batch(step: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(step)
     mask = (np.arange(12) > 3).astype(np.uint8)
     rows = [
-        Row(
+        TextRow(
             f"dialogue-{number}",
             torch.randint(VOCABULARY, (12,), generator=generator).int().numpy(),
             mask,
@@ -70,7 +71,7 @@ def one_batch(step: int) -> list[Batch]:
     return [replace(collate(rows, Horizons([1]), {1: 14}), step=step)]
 
 
-def weights_of(engine: Engine, draft: TrainedDraft) -> dict[str, torch.Tensor]:
+def weights_of(engine: TrainingEngine, draft: TrainedDraft) -> dict[str, torch.Tensor]:
     engine.copy_weights_to(copy := draft.validation_copy())
     return {name: value.clone() for name, value in copy.state_dict().items()}
 
@@ -89,7 +90,7 @@ def after_a_broken_step(dtype: str, stage: int) -> str:
     embed_head = EmbeddingAndHead(torch.randn(VOCABULARY, WIDTH), LMHead(torch.randn(VOCABULARY, WIDTH)), "")
     draft.bind(embed_head)
     with tempfile.TemporaryDirectory() as folder:
-        engine = Engine(draft, loss_of, config, 1, 20, Path(folder), "")
+        engine = TrainingEngine(draft, loss_of, config, 1, 20, Path(folder), "")
         draft.move_embed_head(engine.device, engine.dtype)
         engine.advance(one_batch(1))
         before = weights_of(engine, draft)

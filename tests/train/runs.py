@@ -27,7 +27,7 @@ from tests.kit import (
     write_sharegpt,
 )
 from tests.warm import Forked, run_forked
-from train.engine.engine import Engine
+from train.engine.engine import TrainingEngine
 from train.main import main
 
 
@@ -107,7 +107,7 @@ def train_here(dumped, output: Path, *overrides: str, draft: str | None = "jakir
 
 def stopped_here(dumped, output: Path, *overrides: str, draft: str | None = "jakiro", saves: int = 1) -> None:
     """Train in the same way, and interrupt (Ctrl-C) after this many resume states."""
-    left, saved = [None] * saves, Engine.save_resume
+    left, saved = [None] * saves, TrainingEngine.save_resume
 
     def save_and_end(self, progress) -> None:
         saved(self, progress)
@@ -115,7 +115,7 @@ def stopped_here(dumped, output: Path, *overrides: str, draft: str | None = "jak
         if not left:
             raise KeyboardInterrupt
 
-    with mock.patch.object(Engine, "save_resume", save_and_end), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(TrainingEngine, "save_resume", save_and_end), pytest.raises(KeyboardInterrupt):
         train_here(dumped, output, *overrides, draft=draft)
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from pipeline.basics.errors import PipelineError
-from pipeline.features.batch import Horizons, trained
-from pipeline.features.schema import FeatureSpec, Row
+from pipeline.features.positions import Horizons, trained_mask
+from pipeline.features.schema import FeatureSpec, TextRow
 from pipeline.features.shards import FeatureStore, write_features
 from pipeline.lm.states import Needs
 from pipeline.recipe.sections import TrainConfig
@@ -18,14 +18,14 @@ WIDTH = 4
 SPEC = FeatureSpec(WIDTH, "float32", "target", "tokenizer", "template", "recipe")
 
 
-def dialogue(number: int, tokens=None, mask=None) -> Row:
+def dialogue(number: int, tokens=None, mask=None) -> TextRow:
     """Return a dialogue; by default all its tokens are its own number, which identifies it in a batch."""
     generator = np.random.default_rng(number)
     length = len(tokens) if tokens is not None else int(generator.integers(3, 12))
     tokens = [number] * length if tokens is None else tokens
     mask = generator.integers(0, 2, length) if mask is None else mask
     hidden = torch.from_numpy(generator.standard_normal((length, WIDTH), dtype=np.float32))
-    return Row(f"doc{number}", np.array(tokens, dtype=np.int32), np.array(mask, dtype=np.uint8), hidden)
+    return TextRow(f"doc{number}", np.array(tokens, dtype=np.int32), np.array(mask, dtype=np.uint8), hidden)
 
 
 def store_of(folder, rows, split="train") -> FeatureStore:
@@ -167,7 +167,7 @@ def test_totals_count_the_whole_global_batch(store):
         parts = [part for share in shares for part in share.micro_batches(step)]
         for horizon in (1, 2):
             masks = [dialogue(number).loss_mask for number in dialogues_of(shares[0], step)]
-            want = sum(int(trained(mask, horizon).sum()) for mask in masks)
+            want = sum(int(trained_mask(mask, horizon).sum()) for mask in masks)
             assert {part.totals[horizon] for part in parts} == {want}
             assert sum(len(part.positions[horizon]) for part in parts) == want
 
@@ -261,7 +261,7 @@ def test_a_packed_row_holds_its_dialogues_one_behind_the_other(store):
             inputs = slice(begin, begin + len(row.input_ids) - 1)
             assert torch.equal(part.hidden_BTD[b, inputs], row.hidden_TD[:-1])
             assert torch.equal(part.labels_BTD[b, inputs], row.hidden_TD[1:])
-            assert mask_of(part, 1)[b, inputs].tolist() == trained(row.loss_mask, 1).tolist()
+            assert mask_of(part, 1)[b, inputs].tolist() == trained_mask(row.loss_mask, 1).tolist()
             assert part.begins_BT[b, inputs].tolist() == [begin] * (inputs.stop - begin)
             begin = inputs.stop
         assert part.begins_BT[b, begin:].tolist() == [begin] * (20 - begin)

@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.decoding.generate import Sampling, speculative
-from pipeline.features.batch import Horizons
-from pipeline.features.schema import FP8, FeatureSpec, Row, row_dtype
+from pipeline.decoding.generate import Sampling, decode_speculative
+from pipeline.features.positions import Horizons
+from pipeline.features.schema import FP8, FeatureSpec, TextRow, row_dtype
 from pipeline.features.shards import FeatureStore, write_features
 from pipeline.lm.states import Needs
 from pipeline.recipe.sections import TrainConfig
 from tests.kit import mask_of
 from tests.pipeline.taught import NEVER, VARIANTS, grown, make_draft, prompt_of
 from tests.strict import DEVICE, rehearsal
-from train.acceptance import estimate
-from train.engine.engine import Engine
+from train.acceptance import estimate_acceptance
+from train.engine.engine import TrainingEngine
 from train.input.data import Batches
 
 WIDTH, LAYERS = 8, (1, 3)
@@ -33,7 +33,7 @@ def store_of(folder, stored_dtype: str, auxiliary: bool) -> FeatureStore:
         states = torch.randn(length, 1 + len(LAYERS), WIDTH, generator=generator).to(dtype)
         mask = np.ones(length, np.uint8)
         more = states[:, 1:] if auxiliary else None
-        rows.append(Row(f"doc{number}", np.full(length, number, np.int32), mask, states[:, 0], more))
+        rows.append(TextRow(f"doc{number}", np.full(length, number, np.int32), mask, states[:, 0], more))
     write_features(folder, spec, {"train": [rows]})
     return FeatureStore(folder, "train", spec)
 
@@ -122,10 +122,10 @@ def test_the_estimate_of_tau_is_the_cpus_and_that_of_the_validation_copys_weight
     """
     draft = make_draft(loaded_target, replace(embed_head, decoder=None), VARIANTS[name])
     prompt = prompt_of(3)
-    answer = speculative(loaded_target, grown(draft, **tree), prompt, Sampling(16, NEVER)).tokens
+    answer = decode_speculative(loaded_target, grown(draft, **tree), prompt, Sampling(16, NEVER)).tokens
     states = loaded_target.states(prompt + answer, draft.needs.auxiliary)
     mask = np.array([0] * len(prompt) + [1] * len(answer), np.uint8)
-    row = Row("one", np.array(prompt + answer, np.int32), mask, states.final_ND, states.auxiliary_NSD)
+    row = TextRow("one", np.array(prompt + answer, np.int32), mask, states.final_ND, states.auxiliary_NSD)
 
     class Answers:
         spec = SimpleNamespace(auxiliary_numbers=list(draft.needs.auxiliary))
@@ -133,14 +133,14 @@ def test_the_estimate_of_tau_is_the_cpus_and_that_of_the_validation_copys_weight
         def __len__(self) -> int:
             return 1
 
-        def row(self, number: int) -> Row:
+        def row(self, number: int) -> TextRow:
             return row
 
-    want = estimate(draft, {"tree": grown(draft, **tree)}, Answers(), 0, 1)
+    want = estimate_acceptance(draft, {"tree": grown(draft, **tree)}, Answers(), 0, 1)
     with rehearsal():
         draft.to(DEVICE)
         draft.move_embed_head(DEVICE, torch.float32)
         copy = draft.validation_copy()
-        Engine.copy_weights_to(SimpleNamespace(_config=TrainConfig(zero_stage=1), _draft=draft), copy)
+        TrainingEngine.copy_weights_to(SimpleNamespace(_config=TrainConfig(zero_stage=1), _draft=draft), copy)
         assert copy.device == DEVICE
-        assert estimate(copy, {"tree": grown(copy, **tree)}, Answers(), 0, 1) == want
+        assert estimate_acceptance(copy, {"tree": grown(copy, **tree)}, Answers(), 0, 1) == want

@@ -159,7 +159,7 @@ def test_each_host_checks_all_of_its_shards(shared, alone, monkeypatch, word):
         checked.append(path.name)
         return sha256(path)
 
-    monkeypatch.setattr("pipeline.features.shards.known_sha256", read)
+    monkeypatch.setattr("pipeline.features.shards.cached_sha256", read)
     features._require_intact(shared)
     assert sorted(checked) == names
     for count in (2, 3, 100):

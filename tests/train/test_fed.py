@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.artifacts.features import Wanted, feature_spec, fetch, write_wanted
+from pipeline.artifacts.features import ShardRequest, feature_spec, fetch, write_shard_request
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.features.shards import Manifest, ShardRecord, shard_name
@@ -53,7 +53,7 @@ def prepared(dumped, output: Path) -> Recipe:
     """A dump that leaves training's states to be made when they are read."""
     recipe = load_recipe(dumped[0], [f"output={output}", *FED])
     manifest = dump_here(recipe)
-    assert manifest.of("train") == [] and manifest.lacks("train") == 40 and features_state(recipe)[0]
+    assert manifest.of("train") == [] and manifest.missing_rows("train") == 40 and features_state(recipe)[0]
     return recipe
 
 
@@ -168,7 +168,7 @@ def fed(recipe: Recipe) -> Iterator[Future[list[str]]]:
             yield feeding
             assert "none left" in feeding.result(PATIENCE)[0]
         except BaseException:
-            write_wanted(recipe, Wanted([]))
+            write_shard_request(recipe, ShardRequest([]))
             feeding.result(PATIENCE)
             raise
     assert 0 < max(sizes) <= BOUND and left(recipe) == []
@@ -203,7 +203,7 @@ def test_drafts_that_train_together_have_the_weights_that_each_has_alone(dumped,
     recipe = prepared(dumped, output)
     with fed(recipe):
         stopped_here(dumped, output, *FED, saves=3)
-        write_wanted(recipe, Wanted([]))
+        write_shard_request(recipe, ShardRequest([]))
     with fed(recipe) as feeding:
         train_here(dumped, output, *FED, "train.together=true", draft=None)
     made = int(feeding.result()[0].split()[0])
@@ -211,7 +211,7 @@ def test_drafts_that_train_together_have_the_weights_that_each_has_alone(dumped,
     eagle = "drafts/eagle/model.safetensors"
     assert sha256(output / eagle) == sha256(tmp_path / "alone" / eagle)
     reads = Order(FedStore(recipe, Manifest.load(recipe.paths.features).spec), recipe.train, recipe.seed).reads
-    assert 5 < made <= reads.made(3, 3) < reads.made(3, 3, trainings=2)
+    assert 5 < made <= reads.count_made_shards(3, 3) < reads.count_made_shards(3, 3, trainings=2)
 
 
 @pytest.mark.long
@@ -269,9 +269,9 @@ def test_a_nodes_ranks_read_copies_of_shards_that_come_and_go(
 
 def feed_first(recipe: Recipe, monkeypatch) -> None:
     """A feeder that is stopped when it has made the first shard."""
-    wants = iter([Wanted([0], 1, 1)])
+    wants = iter([ShardRequest([0], 1, 1)])
     with pytest.raises(RuntimeError, match="StopIteration"), monkeypatch.context() as patched, without_ray():
-        patched.setattr("preprocess.dump.feeder.read_wanted", lambda _: next(wants))
+        patched.setattr("preprocess.dump.feeder.read_shard_request", lambda _: next(wants))
         feed(recipe)
 
 
@@ -299,7 +299,7 @@ def test_a_shared_folder_may_show_a_shard_late(dumped, tmp_path, monkeypatch):
         time.sleep(0.2)
         (tmp_path / "late").rename(path)
         assert row.result().doc_id == store.texts.doc_id(0)
-    store.request_shards(Wanted([]), notify=False)
+    store.request_shards(ShardRequest([]), notify=False)
     path.unlink()
     monkeypatch.setattr("train.input.features.WARNING_SECONDS", 0)
     with pytest.raises(PipelineError, match=f"{path}: it is missing. Run again"):
@@ -321,8 +321,8 @@ def fewest(reads: Reads, now: int, room: int) -> int:
 
 def test_no_other_rule_makes_fewer_shards_within_the_room():
     around = Reads([{shard} for shard in (0, 1, 2, 3, 0, 1, 2, 3)], 4)
-    assert [around.made(1, room) for room in (1, 2, 3, 4)] == [8, 6, 5, 4]
-    assert [around.made(1, room, trainings=2) for room in (1, 4)] == [16, 4]
+    assert [around.count_made_shards(1, room) for room in (1, 2, 3, 4)] == [8, 6, 5, 4]
+    assert [around.count_made_shards(1, room, trainings=2) for room in (1, 4)] == [16, 4]
     for seed in range(4):
         random = np.random.default_rng(seed)
         steps = [set(random.choice(6, random.integers(1, 3), replace=False).tolist()) for _ in range(30)]
@@ -332,7 +332,7 @@ def test_no_other_rule_makes_fewer_shards_within_the_room():
                 dict.fromkeys(n for read in steps[step:] for n in sorted(read))
             )
         for now in (2, 3):
-            made = [reads.made(now, room) for room in range(now, 7)]
+            made = [reads.count_made_shards(now, room) for room in range(now, 7)]
             assert made == [fewest(reads, now, room) for room in range(now, 7)]
             assert made[0] > made[1] > made[-1] == 6
         assert (
@@ -343,10 +343,10 @@ def test_no_other_rule_makes_fewer_shards_within_the_room():
         )
 
 
-def reader_of(lists: list[Wanted], want: dict[str, str]) -> Callable[[Recipe], Wanted]:
+def reader_of(lists: list[ShardRequest], want: dict[str, str]) -> Callable[[Recipe], ShardRequest]:
     """A training as its feeder sees it: it requests the next list as soon as it has the shards that it needs soon."""
 
-    def read_wanted(recipe: Recipe) -> Wanted:
+    def read_wanted(recipe: Recipe) -> ShardRequest:
         held = {name: digest for name, digest in checksums(recipe.paths.features).items() if "features-train" in name}
         assert held.items() <= want.items() and len(held) <= lists[0].room
         assert {record.name for record in Manifest.load(recipe.paths.features).of("train")} == held.keys()
@@ -362,11 +362,11 @@ def test_a_feeder_makes_the_shards_of_a_stored_dump_and_keeps_those_that_fit(dum
     reads = Order(FedStore(recipe, Manifest.load(recipe.paths.features).spec), recipe.train, recipe.seed).reads
     monkeypatch.setattr("preprocess.dump.feeder.Progress", Shown)
     for room, count in ((3, 16), (4, 9), (5, 5)):
-        lists = [*(Wanted(reads.shards_by_next_use(step), 3, room) for step in range(20)), Wanted([])]
-        monkeypatch.setattr("preprocess.dump.feeder.read_wanted", reader_of(lists, want))
+        lists = [*(ShardRequest(reads.shards_by_next_use(step), 3, room) for step in range(20)), ShardRequest([])]
+        monkeypatch.setattr("preprocess.dump.feeder.read_shard_request", reader_of(lists, want))
         with without_ray():
             assert feed(recipe)[0].startswith(f"{count} train shards made, none left; ")
-        assert reads.made(3, room) == count and left(recipe) == []
+        assert reads.count_made_shards(3, room) == count and left(recipe) == []
         done, total = Shown.last.shown[-1]
         assert done == total > 0 and len({done for done, _ in Shown.last.shown}) > 2 * count  # it moves with batches
 
@@ -375,11 +375,11 @@ def test_what_was_fed_goes_and_what_a_dump_kept_stays(dumped, tmp_path, monkeypa
     """The rule also holds if all shards fitted the disk when the feeder was killed."""
     recipe, want, most = prepared(dumped, tmp_path / "fed"), checksums(dumped[1]), []
 
-    def until(shards: int, then: Wanted | BaseException) -> Callable[[Recipe], Wanted]:
-        def read_wanted(recipe: Recipe) -> Wanted:
+    def until(shards: int, then: ShardRequest | BaseException) -> Callable[[Recipe], ShardRequest]:
+        def read_wanted(recipe: Recipe) -> ShardRequest:
             most.append(len(Manifest.load(recipe.paths.features).of("train")))
             if most[-1] != shards:
-                return Wanted(list(range(5)), min(shards, 5), shards)
+                return ShardRequest(list(range(5)), min(shards, 5), shards)
             if isinstance(then, BaseException):
                 raise then
             return then
@@ -387,15 +387,15 @@ def test_what_was_fed_goes_and_what_a_dump_kept_stays(dumped, tmp_path, monkeypa
         return read_wanted
 
     with without_ray():
-        monkeypatch.setattr("preprocess.dump.feeder.read_wanted", until(5, KeyboardInterrupt()))
+        monkeypatch.setattr("preprocess.dump.feeder.read_shard_request", until(5, KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             feed(recipe)
         most.clear()
-        monkeypatch.setattr("preprocess.dump.feeder.read_wanted", until(3, Wanted([])))
+        monkeypatch.setattr("preprocess.dump.feeder.read_shard_request", until(3, ShardRequest([])))
         assert feed(recipe) == ["0 train shards made, none left"] and most == [5, 3] and left(recipe) == []
         shutil.copytree(dumped[1], tmp_path / "kept/features")
         kept_recipe = load_recipe(dumped[0], [f"output={tmp_path / 'kept'}", *FED])
-        monkeypatch.setattr("preprocess.dump.feeder.read_wanted", lambda _: Wanted([]))
+        monkeypatch.setattr("preprocess.dump.feeder.read_shard_request", lambda _: ShardRequest([]))
         assert feed(kept_recipe) == ["0 train shards made, 5 left"] and checksums(kept_recipe.paths.features) == want
         flip(kept_recipe.paths.features / shard_name("train", 2))
         with pytest.raises(PipelineError, match=r"kept all shards, but 1 of them .* features.keep='all'"):
@@ -408,7 +408,7 @@ def test_what_was_fed_goes_and_what_a_dump_kept_stays(dumped, tmp_path, monkeypa
             checksums(kept_recipe.paths.features).items()
             >= {name: want[name] for name in want if "-train-" in name}.items()
         )
-        assert not manifest.fed and manifest.lacks("train") == 0
+        assert not manifest.fed and manifest.missing_rows("train") == 0
 
 
 def test_a_feeder_of_another_engine_is_refused(dumped, tmp_path):

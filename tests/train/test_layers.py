@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.plan.__main__ import refusal
+from infra.plan.__main__ import find_refusal
 from jakiro import launch
 from pipeline.artifacts.features import dump_differences, readable_spec
 from pipeline.artifacts.provenance import Recorded
@@ -79,7 +79,7 @@ def test_a_dump_of_more_layers_is_done_and_stays_as_it_is(dumped, second):
     before = {path.name: path.read_bytes() for path in dump_files}
     assert features_state(recipe)[0]
     require_same_settings(recipe, ["second"])
-    assert refusal(recipe) is None
+    assert find_refusal(recipe) is None
     printed = dump(recipe)
     assert printed[0] == "auxiliary layers 1 2, of another recipe" and printed[1:] == dump(load_recipe(first))
     assert before == {name: (features / name).read_bytes() for name in before}
@@ -164,7 +164,7 @@ def test_a_resume_state_and_a_checkpoint_of_other_settings_are_refused_by_their_
         PipelineError, match=r"second holds a draft trained with other settings: eval.tree.depth: 3 -> 2"
     ):
         require_same_settings(load_recipe(first, [*best, "eval.tree.depth=2"]), ["second"])
-    assert "eval.tree.depth: 3 -> 2" in refusal(load_recipe(first, [*best, "eval.tree.depth=2"]))  # `plan` warns
+    assert "eval.tree.depth: 3 -> 2" in find_refusal(load_recipe(first, [*best, "eval.tree.depth=2"]))  # `plan` warns
     folder = tmp_path / "drafts/first/resume"
     stopped_here((first, output / "features"), tmp_path, best[0], draft="first")
     assert (folder / "resume.json").exists()

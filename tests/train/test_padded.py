@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.provenance import RECIPE
 from pipeline.decoding.config import LoadedMethod
-from pipeline.decoding.generate import Sampling, plain, speculative
+from pipeline.decoding.generate import Sampling, decode_plain, decode_speculative
 from pipeline.features.shards import FeatureStore, Manifest
 from pipeline.lm.model import Target, fingerprint, load_embed_head
 from pipeline.recipe.load import load_recipe
@@ -70,8 +70,8 @@ def test_no_draft_guesses_what_the_tokenizer_lacks_and_answers_are_the_targets(p
     for seed in range(2):
         for temperature in (0.0, 1.0):
             sampling = Sampling(24, frozenset(), temperature, seed=seed)
-            answered += (plain_answer := plain(target, prompt_of(seed), sampling).tokens)
-            assert speculative(target, method, prompt_of(seed), sampling).tokens == plain_answer
+            answered += (plain_answer := decode_plain(target, prompt_of(seed), sampling).tokens)
+            assert decode_speculative(target, method, prompt_of(seed), sampling).tokens == plain_answer
     assert len(guessed) > 200 and max(guessed) < TOKENIZER_SIZE
     assert max(answered) >= TOKENIZER_SIZE  # a random target's own choice, which is the truth
 
@@ -87,7 +87,7 @@ def test_a_validation_copy_and_a_release_know_it_too(padded, tmp_path):
     draft.bind(load_embed_head(recipe.target))
     hidden = torch.randn(3, 32)
     for each in (draft, draft.validation_copy()):
-        assert each._guessed == TOKENIZER_SIZE
+        assert each._guessable == TOKENIZER_SIZE
     assert draft.logits(hidden).softmax(-1)[:, TOKENIZER_SIZE:].count_nonzero() == 0
     (tmp_path / "release").mkdir()
     draft_folder = recipe.paths.draft("eagle3")

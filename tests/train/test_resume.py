@@ -59,7 +59,7 @@ def test_a_flipped_byte_of_any_file_is_refused_by_name(state, monkeypatch, name)
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_the_ranks_of_a_host_read_every_file_once(state, monkeypatch, size):
     read = []
-    monkeypatch.setattr("train.engine.resume.difference", lambda path, *_: read.append(path))
+    monkeypatch.setattr("train.engine.resume.describe_difference", lambda path, *_: read.append(path))
     files = read_state(state)["files"]
     for rank in range(size):
         alone(monkeypatch, rank, size)

@@ -233,7 +233,7 @@ def test_a_commit_of_the_hub_is_fetched_and_the_card_says_so(onward, bases, tmp_
     body = (
         jinja2.Environment(undefined=jinja2.StrictUndefined)
         .from_string(part)
-        .render(training={"start": facts | {"target": "x`\n\n# Owned <script>"}}, plain=markdown.plain)
+        .render(training={"start": facts | {"target": "x`\n\n# Owned <script>"}}, plain=markdown.escape_markdown)
     )
     assert f"weights of they/draft, revision `{'a' * 40}`, a draft of x\\` \\# Owned &lt;script&gt;, whose file" in body
     assert f"`{facts['sha256']}`; what differed there: target. It has 64 of this draft's 64 tokens." in body

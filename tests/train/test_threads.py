@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipeline.running.cores import cores
+from pipeline.running.cores import count_cores
 from train import acceptance
 from train.engine import engine
 
@@ -26,7 +26,7 @@ def test_a_rank_takes_the_users_threads_else_its_share(monkeypatch, threads, use
     if user_threads:
         monkeypatch.setenv("OMP_NUM_THREADS", user_threads)
     engine.start_distributed()
-    assert torch.get_num_threads() == (got or max(1, cores() // ranks))
+    assert torch.get_num_threads() == (got or max(1, count_cores() // ranks))
 
 
 @pytest.mark.parametrize(("user_threads", "got"), [("3", 3), (None, None)])
@@ -45,4 +45,4 @@ def test_decoding_takes_the_users_threads_else_all_cores(monkeypatch, threads, u
     decoder._draft = SimpleNamespace(load_state_dict=lambda _: None, bind=lambda _: None)
     decoder._target, decoder._fingerprint = SimpleNamespace(embed_head=lambda _: None), ""
     decoder.tau({}, quiet=True)
-    assert used_threads == [got or cores()] and torch.get_num_threads() == before
+    assert used_threads == [got or count_cores()] and torch.get_num_threads() == before

@@ -19,7 +19,7 @@ import torch
 from pipeline.artifacts import checkpoint
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_sealed
-from pipeline.features.schema import Row
+from pipeline.features.schema import TextRow
 from pipeline.features.shards import ANSWERS, SPLITS, FeatureStore, Manifest, write_features
 from pipeline.lm.model import fingerprint, load_embed_head
 from pipeline.recipe.load import load_recipe
@@ -84,8 +84,8 @@ def test_the_estimate_equals_decoding_and_the_best_weights_are_kept(tiny_target,
     answers = FeatureStore(recipe.paths.features, ANSWERS, Manifest.load(recipe.paths.features).spec)
     draft = checkpoint.load(recipe.paths.draft("jakiro"), fingerprint(recipe.target))
     draft.bind(load_embed_head(recipe.target))
-    watched = acceptance.both(draft, recipe.tree("jakiro")) | acceptance.load_hybrids(recipe, "jakiro", draft)
-    again = acceptance.to_metrics(acceptance.estimate(draft, watched, answers, 0, 1))
+    watched = acceptance.tree_and_chain(draft, recipe.tree("jakiro")) | acceptance.load_hybrids(recipe, "jakiro", draft)
+    again = acceptance.to_metrics(acceptance.estimate_acceptance(draft, watched, answers, 0, 1))
     assert again["estimated_tau"] == pytest.approx(max(taus), rel=1e-6)
     assert again["estimated_tau_of_both"] == pytest.approx(held[best]["estimated_tau_of_both"], rel=1e-6)
 
@@ -279,7 +279,7 @@ def poisoned(dumped, tmp_path_factory) -> tuple[tuple[Path, Path], str]:
     return (recipe, folder), bad.doc_id
 
 
-def rows_of(store: FeatureStore) -> list[Row]:
+def rows_of(store: FeatureStore) -> list[TextRow]:
     rows = (store.row(number) for number in range(len(store)))
     return [replace(row, hidden_TD=row.hidden_TD.clone()) for row in rows]
 

@@ -10,17 +10,17 @@ import torch
 
 from pipeline.decoding.config import TreeConfig
 from pipeline.drafts import build
-from pipeline.drafts.parts.layers import shapes_of
+from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.features.shards import ANSWERS, FeatureStore, Manifest
 from pipeline.recipe.load import load_recipe
 from train import acceptance
-from train.engine.engine import Engine
+from train.engine.engine import TrainingEngine
 
 
 @pytest.fixture(params=["jakiro", "eagle"])
 def draft(request, dumped, loaded_target, embed_head):
     config = load_recipe(dumped[0]).draft[request.param]
-    made = build(config, shapes_of(loaded_target.config))
+    made = build(config, draft_shapes(loaded_target.config))
     made.initialise(3)
     if config.vocabulary:
         made.set_vocabulary(torch.arange(config.vocabulary))
@@ -60,7 +60,9 @@ TREE = TreeConfig(depth=3, top_k=3, nodes=7)
 
 def estimated(draft, dumped) -> dict[str, float]:
     answers = FeatureStore(dumped[1], ANSWERS, Manifest.load(dumped[1]).spec)
-    return acceptance.to_metrics(acceptance.estimate(draft, acceptance.both(draft, TREE), answers, 0, 1))
+    return acceptance.to_metrics(
+        acceptance.estimate_acceptance(draft, acceptance.tree_and_chain(draft, TREE), answers, 0, 1)
+    )
 
 
 def copied(draft):
@@ -75,7 +77,7 @@ def copied(draft):
 def test_the_validation_copy_estimates_to_the_bit_what_a_copy_does(draft, dumped, gathering, stage):
     engine, copy = engine_of(draft, stage), draft.validation_copy()
     for seed in (4, 5):  # the weights move on between two validations
-        Engine.copy_weights_to(engine, copy)
+        TrainingEngine.copy_weights_to(engine, copy)
         assert estimated(copy, dumped) == estimated(copied(draft), dumped)
         assert draft.training and not copy.training and not any(module.training for module in copy.modules())
         draft.initialise(seed)
@@ -86,7 +88,7 @@ def test_without_zero_3_the_validation_copy_has_no_storage_of_its_own(draft):
     copy, before = draft.validation_copy(), dict(draft.named_parameters())
     assert copy.name == "mine"
     assert all(p.is_meta for p in copy.parameters())
-    Engine.copy_weights_to(engine_of(draft, 2), copy)
+    TrainingEngine.copy_weights_to(engine_of(draft, 2), copy)
     assert all(p is before[name] and p.requires_grad for name, p in copy.named_parameters())
     assert dict(draft.named_parameters()) == before and copy.embed_head is draft.embed_head
     assert {name: b.data_ptr() for name, b in copy.named_buffers()} == {
@@ -96,11 +98,11 @@ def test_without_zero_3_the_validation_copy_has_no_storage_of_its_own(draft):
 
 def test_under_zero_3_its_storage_is_made_once_and_weights_are_gathered_one_by_one(draft, gathering):
     copy, engine = draft.validation_copy(), engine_of(draft, 3)
-    Engine.copy_weights_to(engine, copy)
+    TrainingEngine.copy_weights_to(engine, copy)
     places = {name: value.data_ptr() for name, value in copy.state_dict().items()}
     assert not set(places.values()) & {value.data_ptr() for value in draft.state_dict().values()}
     draft.initialise(9)
-    Engine.copy_weights_to(engine, copy)
+    TrainingEngine.copy_weights_to(engine, copy)
     assert {name: value.data_ptr() for name, value in copy.state_dict().items()} == places
     assert all(torch.equal(value, copy.state_dict()[name]) for name, value in draft.state_dict().items())
     assert gathering == [1] * 2 * len(list(draft.parameters()))
@@ -111,7 +113,7 @@ def test_decoding_casts_a_copy_and_leaves_the_weights_that_train(draft, dumped):
     recipe = load_recipe(dumped[0], ["target.dtype=bfloat16"])
     answers = FeatureStore(dumped[1], ANSWERS, Manifest.load(dumped[1]).spec)
     decoder = acceptance.Decoder(recipe, answers, draft, draft.config.resolve(TREE))
-    Engine.copy_weights_to(engine_of(draft, 0), copy := draft.validation_copy())
+    TrainingEngine.copy_weights_to(engine_of(draft, 0), copy := draft.validation_copy())
     before = {name: value.clone() for name, value in draft.state_dict().items()}
     first = decoder.tau(copy.state_dict(), quiet=True)
     place = decoder._draft.fc.weight.data_ptr()

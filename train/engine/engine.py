@@ -18,12 +18,12 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from transformers import get_scheduler
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import sync, write_sealed
+from pipeline.basics.files import flush_folder, write_sealed
 from pipeline.drafts import TrainedDraft, parameter_count
 from pipeline.features.batch import Batch
 from pipeline.lm.model import DTYPES
 from pipeline.recipe.sections import TrainConfig
-from pipeline.running.cores import asked_threads, cores
+from pipeline.running.cores import count_cores, read_omp_threads
 from train.engine import resume
 from train.engine.config import deepspeed_config
 from train.engine.ranks import LOOPBACK, fail_together, join_on_loopback, local_rank_and_size, start_heartbeats
@@ -57,7 +57,7 @@ def start_distributed() -> None:
         if local_rank_and_size()[1] < dist.get_world_size():
             start_heartbeats()
     if get_accelerator().device_name() == "cpu":
-        torch.set_num_threads(asked_threads() or max(1, cores() // local_rank_and_size()[1]))
+        torch.set_num_threads(read_omp_threads() or max(1, count_cores() // local_rank_and_size()[1]))
 
 
 def restrict_pickles() -> None:
@@ -94,7 +94,7 @@ class _LossModule(torch.nn.Module):
         return self.loss(self.draft, batch)
 
 
-class Engine:
+class TrainingEngine:
     """A draft under DeepSpeed."""
 
     def __init__(
@@ -297,7 +297,7 @@ class Engine:
         self.barrier()
         try:
             self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
-            sync(folder / tag)
+            flush_folder(folder / tag)
             rank_files = hash_files(folder, files_of_rank(folder / tag, self.rank, self.ranks))
         except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
             raise PipelineError(

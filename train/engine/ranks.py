@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from pipeline.basics.errors import PipelineError
-from pipeline.running.entry import refusal
+from pipeline.running.entry import describe_refusal
 
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
@@ -39,7 +39,7 @@ def fail_together() -> Iterator[None]:
     except PipelineError as error:
         message = str(error)
     except OSError as error:
-        message = refusal(error) or str(error) or type(error).__name__
+        message = describe_refusal(error, keeps=True) or str(error) or type(error).__name__
     messages: list = [None] * dist.get_world_size()
     dist.all_gather_object(messages, message)
     if first_message := next(filter(None, messages), ""):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import difference, read_sealed, sha256
+from pipeline.basics.files import describe_difference, read_sealed, sha256
 from train.engine.ranks import local_rank_and_size
 
 FORMAT = 2  # of a state: raised when older DeepSpeed files no longer fit, for example after a parameter is renamed
@@ -81,7 +81,7 @@ def require_intact(folder: Path, files: Digests) -> None:
     number, size = local_rank_and_size()
     by_size = sorted(files, key=lambda name: (-files[name]["bytes"], name))
     for name in by_size[number::size]:
-        if reason := difference(folder / name, files[name]["sha256"], files[name]["bytes"], RESUME):
+        if reason := describe_difference(folder / name, files[name]["sha256"], files[name]["bytes"], RESUME):
             raise PipelineError(f"resume state {folder / name}: {reason}. {_remedy(folder)}")
 
 

@@ -12,8 +12,9 @@ from typing import TypeVar
 
 import torch
 
-from pipeline.artifacts.features import Wanted
-from pipeline.features.batch import Batch, ChoosesPositions, Noise, collate, collate_packed, counts
+from pipeline.artifacts.features import ShardRequest
+from pipeline.features.batch import Batch, Noise, collate, collate_packed
+from pipeline.features.positions import PositionChooser, count_positions
 from pipeline.features.shards import FeatureStore
 from pipeline.lm.model import DTYPES
 from pipeline.lm.states import Needs
@@ -33,7 +34,7 @@ class Batches:
         self,
         store: FeatureStore,
         config: TrainConfig,
-        objective: ChoosesPositions,
+        objective: PositionChooser,
         needs: Needs,
         seed: int,
         rank: int,
@@ -60,7 +61,7 @@ class Batches:
         rows, texts = self.order.rows_of(step), self._store.texts
         seeds = {number: (self._seed, step, number) for row in rows for number in row}  # the same on every rank
         positions = {n: self._objective.positions(texts.ids(n), texts.mask(n), seed) for n, seed in seeds.items()}
-        totals = counts(list(positions.values()))
+        totals = count_positions(list(positions.values()))
         width, size = self._config.pack_tokens or 0, self._config.micro_batch
         batches = []
         for turn in range(self.accumulation):
@@ -89,7 +90,7 @@ class Batches:
         try:
             self._request_shards(first)
             for step, batches in zip(steps, read_ahead(partial(self.micro_batches, device=device), steps), strict=True):
-                self._store.waited += time.monotonic() - begin
+                self._store.seconds_waited += time.monotonic() - begin
                 yield step, batches
                 begin = time.monotonic()
                 self._request_shards(step + 1)
@@ -103,7 +104,7 @@ class Batches:
         """
         if self._fed and step < self.order.steps:
             self._fed.reader_steps[self] = step
-            request = Wanted(
+            request = ShardRequest(
                 self.order.reads.shards_by_next_use(min(self._fed.reader_steps.values())), self._needed_now, self._room
             )
             self._fed.request_shards(request, notify=self._rank == 0)
@@ -120,7 +121,7 @@ class Batches:
             rows = [heldout.row(number, decode=False) for number in range(begin, min(begin + size, len(heldout)))]
             batch = collate(rows or [heldout.row(0, decode=False)], self._objective, {}, self._auxiliary)
             batch = replace(batch, step=step, totals=dict.fromkeys(batch.positions, 1))
-            return _to_training_form(batch if rows else batch.emptied(), self._config, device)
+            return _to_training_form(batch if rows else batch.empty_copy(), self._config, device)
 
         return read_ahead(make_batch, range(0, len(heldout), size * self._ranks))
 
@@ -139,4 +140,4 @@ def read_ahead(make: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
 
 
 def _to_training_form(batch: Batch, config: TrainConfig, device: torch.device) -> Batch:
-    return batch.to(CPU, DTYPES[config.dtype]) if device.type == "cpu" else batch.pinned()
+    return batch.to(CPU, DTYPES[config.dtype]) if device.type == "cpu" else batch.pin_memory()

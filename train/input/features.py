@@ -24,18 +24,25 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.artifacts.features import Wanted, answers_hash, fetching, store_of, wanted_file, write_wanted
-from pipeline.artifacts.provenance import recorded
+from pipeline.artifacts.features import (
+    ShardRequest,
+    answers_hash,
+    download_lock,
+    open_store,
+    shard_request_file,
+    write_shard_request,
+)
+from pipeline.artifacts.provenance import read_recorded
 from pipeline.basics.errors import PipelineError
-from pipeline.features.schema import FeatureSpec, another_engine, token_bytes
+from pipeline.features.schema import FeatureSpec, describe_engine_change, token_bytes
 from pipeline.features.shards import (
     ANSWERS,
     FeatureStore,
     Manifest,
     ShardRecord,
-    damage,
-    damages,
-    kind_of,
+    file_kind,
+    find_all_damage,
+    find_damage,
     open_shard,
     shard_name,
 )
@@ -58,7 +65,7 @@ class FedStore(FeatureStore):
     def __init__(self, recipe: Recipe, expected: FeatureSpec):
         """Raise PipelineError for an unfinished dump, or one of another recipe."""
         self._recipe, self._folder = recipe, recipe.paths.shards
-        self._source = store_of(recipe, self._folder) if recipe.paths.copies else None
+        self._source = open_store(recipe, self._folder) if recipe.paths.copies else None
         self._open: dict[int, pa.ipc.RecordBatchFileReader] = {}
         self.reader_steps: dict[Any, int] = {}  # the current step of each reader
         self._last_request: tuple[set[int], int] | None = (
@@ -94,7 +101,7 @@ class FedStore(FeatureStore):
             )
         return int(np.searchsorted(max_bytes_S, disk_bytes, side="right"))
 
-    def request_shards(self, request: Wanted, notify: bool) -> None:
+    def request_shards(self, request: ShardRequest, notify: bool) -> None:
         """Request the shards that are read from now on. `notify` is set on the one rank that writes the request for the
         feeder.
         """
@@ -107,7 +114,7 @@ class FedStore(FeatureStore):
             del self._open[index]
         remove_copies(self._recipe, soon)
         if notify:
-            write_wanted(self._recipe, request)
+            write_shard_request(self._recipe, request)
 
     def _reader(self, shard: int) -> pa.ipc.RecordBatchFileReader:
         begin, waited = time.monotonic(), 0.0
@@ -118,7 +125,7 @@ class FedStore(FeatureStore):
             time.sleep(POLL_SECONDS)
             before, waited = waited, time.monotonic() - begin
             if before // WARNING_SECONDS < waited // WARNING_SECONDS:
-                request_file = wanted_file(self._recipe)
+                request_file = shard_request_file(self._recipe)
                 log.warning(
                     "training waits for shard %d: does preprocess/feed.py run, and see %s?", shard, request_file
                 )
@@ -136,10 +143,10 @@ class FedStore(FeatureStore):
         path = self._folder / record.name
         try:
             if self._source is not None:
-                with fetching(self._folder):  # once for all ranks of this node
-                    if damage(self._folder, record):
+                with download_lock(self._folder):  # once for all ranks of this node
+                    if find_damage(self._folder, record):
                         self._source.get(record.name, self._folder, record.sha256)
-            elif reason := damage(self._folder, record):
+            elif reason := find_damage(self._folder, record):
                 raise PipelineError(f"feature shard {path}: {reason}. Run again")
             return open_shard(self._folder, record, self.stored)
         except (PipelineError, OSError) as error:
@@ -174,20 +181,20 @@ def open_checked(recipe: Recipe, expected: FeatureSpec) -> Stores:
     """
     with fail_together():
         _require_intact(recipe)
-        return stores(recipe, expected)
+        return open_stores(recipe, expected)
 
 
 def _require_intact(recipe: Recipe) -> None:
     """Check the shards of this host; its ranks share the work."""
     number, count = local_rank_and_size()
     folder, is_copied = recipe.paths.shards, recipe.features.store or recipe.train.shards
-    files = Manifest.load(folder).lasting(recipe.features.keep)  # fed shards are checked as they arrive
+    files = Manifest.load(folder).permanent_files(recipe.features.keep)  # fed shards are checked as they arrive
     files = files[number::count]
-    for record, reason in zip(files, damages(folder, files), strict=True):
+    for record, reason in zip(files, find_all_damage(folder, files), strict=True):
         if reason:
             command = f"jakiro verify {folder} --recipe RECIPE --repair"
             raise PipelineError(
-                f"{kind_of(record)} {folder / record.name} on {socket.gethostname()}: {reason}. "
+                f"{file_kind(record)} {folder / record.name} on {socket.gethostname()}: {reason}. "
                 + (
                     "Remove it and run again: it is fetched again"
                     if is_copied
@@ -196,13 +203,13 @@ def _require_intact(recipe: Recipe) -> None:
             )
 
 
-def stores(recipe: Recipe, expected: FeatureSpec) -> Stores:
+def open_stores(recipe: Recipe, expected: FeatureSpec) -> Stores:
     folder = recipe.paths.shards
     manifest = Manifest.load(folder)
-    if note := another_engine(manifest.spec, expected):
+    if note := describe_engine_change(manifest.spec, expected):
         log.warning("%s: %s", folder, note)
     fed, heldout = recipe.features.keep == "window", FeatureStore(folder, "validation", expected)
-    if not fed and manifest.lacks("train"):
+    if not fed and manifest.missing_rows("train"):
         raise PipelineError(f"{folder} was dumped for features.keep='window': run the dump again, or set that")
     store = FedStore(recipe, expected) if fed else FeatureStore(folder, "train", expected)
     if not fed and manifest.total("train", "trained_tokens") == 0:
@@ -212,7 +219,7 @@ def stores(recipe: Recipe, expected: FeatureSpec) -> Stores:
         )
     if manifest.total(ANSWERS, "rows"):
         if manifest.answers_hash != answers_hash(recipe, manifest.spec.recipe):
-            dump_provenance = recorded(recipe.paths.features)
+            dump_provenance = read_recorded(recipe.paths.features)
             keys = (
                 dump_provenance.differences(recipe, ANSWERS_KEYS)
                 if dump_provenance

@@ -18,7 +18,7 @@ from itertools import count
 import numpy as np
 import torch
 
-from pipeline.artifacts.features import Wanted
+from pipeline.artifacts.features import ShardRequest
 from pipeline.basics.errors import PipelineError
 from pipeline.features.schema import token_bytes
 from pipeline.features.shards import FeatureStore
@@ -42,11 +42,11 @@ class Reads:
         read = np.flatnonzero(next_S // self._steps == self._shards)
         return read[np.argsort(next_S[read] % self._steps, kind="stable")].tolist()
 
-    def made(self, now: int, room: int, trainings: int = 1) -> int:
+    def count_made_shards(self, now: int, room: int, trainings: int = 1) -> int:
         """Return how many shards are made for this many trainings, one after the other, by the rule of `Wanted`."""
         held_shards, made = set[int](), 0
         for step in [*range(self._steps)] * trainings:
-            request = Wanted(self.shards_by_next_use(step), now, room)
+            request = ShardRequest(self.shards_by_next_use(step), now, room)
             while (turn := request.next(held_shards, set()))[1] is not None:
                 held_shards = held_shards - turn[0] | {turn[1]}
                 made += 1

@@ -71,7 +71,7 @@ def load(release: str | Path, target: str | None = None, **options: Any) -> Any:
     return load_release(Path(release), target, **options)
 
 
-def begin(name: str, arguments: list[str]) -> None:
+def start_command(name: str, arguments: list[str]) -> None:
     """Run a command in this process, as if its module were started with these arguments. "run here" is the pipeline's
     own `run`, on this machine.
     """
@@ -120,7 +120,7 @@ def main() -> None:
         print(f"jakiro {version('jakiro')}")
     elif name in COMMANDS:
         require_sound_recipe(name, arguments)
-        begin(name, arguments)
+        start_command(name, arguments)
     else:
         import difflib
 

@@ -24,12 +24,12 @@ from huggingface_hub import get_token
 
 import jakiro
 from pipeline.basics import embedded
-from pipeline.basics.accelerator import kind
+from pipeline.basics.accelerator import accelerator_kind
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.dtypes import describe_bfloat16, native_dtype
 from pipeline.running import entry
-from pipeline.running.cluster import ray_address, require_cluster, sockets_place
-from pipeline.running.cores import cores
+from pipeline.running.cluster import find_socket_folder, ray_address, require_cluster
+from pipeline.running.cores import count_cores
 
 GB = 1e9
 PORTS = {6379: "Ray's head", 8265: "Ray's jobs and dashboard", 29500: "DeepSpeed's ranks"}
@@ -83,21 +83,23 @@ def check_packages() -> Iterator[Finding]:
         not mismatched, summary, "if something fails, pip install -c infra/constraints.txt of the checkout", "note"
     )
     try:
-        embedded.dialogues()
+        embedded.dialogues_path()
         embedded.human_eval_prompts()
         yield Finding("ok", "the embedded default: model, dialogues, HumanEval")
     except PipelineError:
-        yield Finding("note", "the embedded default is not installed", embedded.how_to_install())
+        yield Finding("note", "the embedded default is not installed", embedded.install_hint())
 
 
 def check_gpus() -> Iterator[Finding]:
     build = f"torch {torch.__version__}"
-    device = kind()
+    device = accelerator_kind()
     if device is None:
         driver = next((name for name in ("nvidia-smi", "rocm-smi", "xpu-smi") if shutil.which(name)), None)
         yield _judge(
             driver is None,
-            f"{build}: no GPU, so it will be the CPU's {cores()} cores" if driver is None else f"{build} sees no GPU",
+            f"{build}: no GPU, so it will be the CPU's {count_cores()} cores"
+            if driver is None
+            else f"{build} sees no GPU",
             f"{driver} is here: install the torch build for its driver (pytorch.org/get-started), or see why it fails",
         )
         return
@@ -175,7 +177,7 @@ def check_ray() -> Iterator[Finding]:
     try:
         require_cluster()
         yield Finding(
-            "ok", f"Ray at {ray_address()} answers" if ray_address() else f"Ray's files go to {sockets_place()}"
+            "ok", f"Ray at {ray_address()} answers" if ray_address() else f"Ray's files go to {find_socket_folder()}"
         )
     except PipelineError as error:
         refusal, _, remedy = str(error).partition(". ")

@@ -12,23 +12,23 @@ import torch
 from jinja2 import Environment, StrictUndefined
 
 import jakiro
-from jakiro.presets import Preset, presets, toml
-from pipeline.basics.accelerator import kind
+from jakiro.presets import Preset, format_toml, load_presets
+from pipeline.basics.accelerator import accelerator_kind
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path
 from pipeline.basics.public import public_text
-from pipeline.drafts import DRAFTS, kind_of
+from pipeline.drafts import DRAFTS, kind_key
 from pipeline.features.reasons import describe_reasons
 from pipeline.lm.chat import Unusable
 from pipeline.lm.config import TargetConfig
-from pipeline.lm.model import load_config, load_tokenizer, parameter_count_of
+from pipeline.lm.model import count_parameters, load_config, load_tokenizer
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.sections import DataConfig, TrainConfig
-from pipeline.running.cores import cores
-from preprocess.sources.forms import description
+from pipeline.running.cores import count_cores
+from preprocess.sources.forms import describe_record
 from preprocess.sources.groups import Groups
-from preprocess.sources.intake import DESCRIBED, clean_in_language
-from preprocess.sources.read import Tail, read_records
+from preprocess.sources.intake import DESCRIBED_REASONS, clean_in_language
+from preprocess.sources.read import TornTail, read_records
 from preprocess.sources.sequences import encode_sequences
 
 MAX_COUNTED, MAX_ENCODED = 20_000, 200  # records, at most
@@ -50,7 +50,7 @@ class Machine(NamedTuple):
 
     @classmethod
     def detect(cls) -> "Machine":
-        device = kind()
+        device = accelerator_kind()
         if device is None:
             return cls(0, 0)
         module = torch.get_device_module(device.type)
@@ -68,7 +68,7 @@ class Share(NamedTuple):
     @classmethod
     def of(cls, machine: Machine, weights: float) -> "Share":
         if not machine.gpus:
-            workers = min(cores(), 2)
+            workers = min(count_cores(), 2)
             return cls("cpu", workers, 0, workers)
         gpus_each = math.ceil(weights * ROOM / machine.bytes)
         if gpus_each > machine.gpus:
@@ -80,11 +80,11 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """Statistics of a data source's first records; of all records if `whole`."""
 
     records: int
-    whole: bool
+    complete: bool
     usable: float  # share of the encoded records
     length: float  # tokens of a sequence
     report: str
@@ -94,13 +94,13 @@ class Source:
         return max(int(self.records * self.usable), 1)
 
     @classmethod
-    def of(cls, target: TargetConfig, data: DataConfig) -> "Source":
+    def of(cls, target: TargetConfig, data: DataConfig) -> "DataSource":
         """Count the records, up to a limit, and encode the first ones. Raise PipelineError if none is usable."""
         tokenizer, groups, refused = load_tokenizer(target), Groups(data), Counter[str]()
         examples: dict[str, str] = {}
         lengths: list[int] = []
         learnt = records = 0
-        for record in islice(read_records(data, Tail()), MAX_COUNTED):
+        for record in islice(read_records(data, TornTail()), MAX_COUNTED):
             records += 1
             if records > MAX_ENCODED:
                 continue
@@ -108,8 +108,8 @@ class Source:
                 sequences, _ = encode_sequences(tokenizer, clean_in_language(record, data, groups), data)
             except Unusable as error:
                 refused[str(error).partition(":")[0]] += 1
-                if str(error) in DESCRIBED:
-                    examples.setdefault(str(error), description(record))
+                if str(error) in DESCRIBED_REASONS:
+                    examples.setdefault(str(error), describe_record(record))
                 continue
             lengths += [len(sequence.input_ids) for _, sequence in sequences]
             learnt += sum(int(sequence.loss_mask.sum()) for _, sequence in sequences)
@@ -153,7 +153,7 @@ class Sizes:
         return min(max(self.steps // 4, 10), 500)
 
     @classmethod
-    def of(cls, source: Source, ranks: int, paper: TrainConfig | None) -> "Sizes":
+    def of(cls, source: DataSource, ranks: int, paper: TrainConfig | None) -> "Sizes":
         """Return the paper's sizes, or those of a quarter of an hour on a CPU; smaller ones if the source is small."""
         defaults = _PAPER if paper else _LAPTOP
         dialogues, need = (
@@ -164,7 +164,7 @@ class Sizes:
         share = min(fraction * dialogues / SPARE / need, 1)
         held = {name: max(int(count * share), 1) for name, count in defaults.items()}
         all_tokens = int(dialogues * (1 - fraction) * source.length)
-        budget = None if paper or (source.whole and all_tokens <= LAPTOP_TOKENS) else LAPTOP_TOKENS
+        budget = None if paper or (source.complete and all_tokens <= LAPTOP_TOKENS) else LAPTOP_TOKENS
         tokens = min(all_tokens, budget or all_tokens)
         paper_batch, largest = (paper.global_batch, paper.micro_batch) if paper else (16, 2)
         micro = largest if paper_batch % (largest * ranks) == 0 else 1
@@ -174,16 +174,16 @@ class Sizes:
         epochs = paper.epochs if paper else min(max(math.ceil(3 * LAPTOP_TOKENS / max(tokens, 1)), 3), 20)
         steps = rows // batch * epochs
         max_warmup = paper.warmup_steps if paper else 20
-        warmup = min(max_warmup, steps // 10) if source.whole or budget else max_warmup
+        warmup = min(max_warmup, steps // 10) if source.complete or budget else max_warmup
         return cls(fraction, **held, max_tokens=budget, tokens=tokens, global_batch=batch, micro_batch=micro,
                    epochs=epochs, steps=steps, warmup=warmup)  # fmt: skip
 
 
-def recipe_text(args: argparse.Namespace, config: Any, machine: Machine, weights: float, source: Source) -> str:
-    share, preset, paper = Share.of(machine, weights), presets()[args.draft], uses_paper_preset(args, machine)
+def recipe_text(args: argparse.Namespace, config: Any, machine: Machine, weights: float, source: DataSource) -> str:
+    share, preset, paper = Share.of(machine, weights), load_presets()[args.draft], uses_paper_preset(args, machine)
     gpus = f"a machine with {machine.gpus} GPUs of {machine.bytes / GB:.0f} GB"
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
-    environment.filters["toml"] = toml
+    environment.filters["toml"] = format_toml
     return environment.from_string(TEMPLATE.read_text()).render(
         **{key: getattr(args, key, None) for key in ("target", "subset", "split", "draft", "license")},
         data=args.data or preset.data["source"],
@@ -192,7 +192,7 @@ def recipe_text(args: argparse.Namespace, config: Any, machine: Machine, weights
         layers=config.num_hidden_layers,
         width=config.hidden_size,
         billions=f"{weights / 2e9:.2f}",
-        found=gpus if machine.gpus else f"{cores()} cores without a GPU",
+        found=gpus if machine.gpus else f"{count_cores()} cores without a GPU",
         about=textwrap.wrap(preset.about, 118) if paper else [],
         cpu=not machine.gpus,
         laptop=not paper,
@@ -200,7 +200,7 @@ def recipe_text(args: argparse.Namespace, config: Any, machine: Machine, weights
         share=share,
         max_length=max_length_of(config, paper),
         source=source,
-        settings=settings_for(preset, config, paper),
+        settings=draft_settings(preset, config, paper),
         training=preset.training,
         more={key: value for key, value in preset.train.items() if key not in ALWAYS},
         tree=preset.tree,
@@ -208,7 +208,7 @@ def recipe_text(args: argparse.Namespace, config: Any, machine: Machine, weights
     )
 
 
-def settings_for(preset: Preset, config: Any, paper: bool) -> dict[str, Any]:
+def draft_settings(preset: Preset, config: Any, paper: bool) -> dict[str, Any]:
     """Return the draft's settings for a target of this configuration; `paper`: training is as long as in the paper.
 
     A target with few tokens requires no reduced vocabulary, and one with experts has no dense MLP to take a width from.
@@ -219,7 +219,7 @@ def settings_for(preset: Preset, config: Any, paper: bool) -> dict[str, Any]:
     if config.model_type == "llama" and config.vocab_size == 32_000:
         settings |= preset.llama_2
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    if experts and "mlp_width" in DRAFTS[kind_of(settings)].config.__dataclass_fields__:
+    if experts and "mlp_width" in DRAFTS[kind_key(settings)].config.__dataclass_fields__:
         settings.setdefault("mlp_width", 3 * config.hidden_size)
     return settings
 
@@ -240,15 +240,15 @@ def write_recipe(args: argparse.Namespace) -> list[str]:
     """
     target = TargetConfig(model=args.target)
     config = load_config(target)
-    weights = 2 * parameter_count_of(target)
+    weights = 2 * count_parameters(target)
     machine = Machine.detect()
     Share.of(machine, weights)  # raises before the data are read
     selection = {key: getattr(args, key) for key in ("subset", "split") if getattr(args, key)}
     length, data = (
         max_length_of(config, uses_paper_preset(args, machine)),
-        args.data or presets()[args.draft].data["source"],
+        args.data or load_presets()[args.draft].data["source"],
     )
-    source = Source.of(target, DataConfig(source=data, max_length=length, **selection))
+    source = DataSource.of(target, DataConfig(source=data, max_length=length, **selection))
     text = recipe_text(args, config, machine, weights, source)
     with atomic_path(args.out) as unfinished:  # no file is left if the recipe is invalid
         unfinished.write_text(text)

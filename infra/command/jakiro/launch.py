@@ -11,7 +11,7 @@ import os
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.running import entry
 from pipeline.running.gpus import require_choice
-from pipeline.running.stages import stages
+from pipeline.running.stages import list_stages
 from pipeline.running.state import require_same_settings
 
 
@@ -23,7 +23,9 @@ def main() -> None:
     recipe = load_recipe(args.recipe, args.overrides)
     require_choice(recipe)
     require_same_settings(recipe, [args.draft] if args.draft in recipe.to_train else recipe.to_train)
-    stage = next(candidate for candidate in stages(args.recipe, args.overrides, recipe) if candidate.name == "train")
+    stage = next(
+        candidate for candidate in list_stages(args.recipe, args.overrides, recipe) if candidate.name == "train"
+    )
     command = [*stage.command, *(["--draft", args.draft] if args.draft else [])]
     os.execvpe(command[0], command, stage.environment)
 

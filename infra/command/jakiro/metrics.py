@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.progress import events
+from pipeline.basics.progress import read_events
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.running import entry
 
@@ -31,7 +31,7 @@ class RunCollector(Collector):
         done = GaugeMetricFamily("jakiro_done", "work done by the stage", labels=[*labels, "unit"])
         total = GaugeMetricFamily("jakiro_total", "all work of the stage; 0 if unknown", labels=[*labels, "unit"])
         shown = GaugeMetricFamily("jakiro_shown", "loss, tau, tokens/s, waiting, ...", labels=[*labels, "name"])
-        for stage, event in events(self._folder).items():
+        for stage, event in read_events(self._folder).items():
             values = [self._folder.name, stage, event.what]
             moved.add_metric(values, event.time)
             done.add_metric([*values, event.unit], event.done)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from jakiro.presets import NAMES, presets
+from jakiro.presets import NAMES, load_presets
 from pipeline.basics.errors import PipelineError
 from pipeline.recipe.license import License
 from pipeline.running import entry
@@ -28,8 +28,8 @@ def main() -> None:
     parser.add_argument("--data", help=data)
     parser.add_argument("--subset", help="of a data set on the Hub with several subsets")
     parser.add_argument("--split", help="of a data set; default: train")
-    drafts = f"{', '.join(presets())}; default: %(default)s"
-    parser.add_argument("--draft", default="eagle3", choices=presets(), metavar="NAME", help=drafts)
+    drafts = f"{', '.join(load_presets())}; default: %(default)s"
+    parser.add_argument("--draft", default="eagle3", choices=load_presets(), metavar="NAME", help=drafts)
     parser.add_argument("--preset", choices=NAMES, help="default: paper with a GPU, else laptop")
     parser.add_argument("--license", required=True, help="of the draft, as the Hub spells it: apache-2.0, ...")
     args = parser.parse_args()

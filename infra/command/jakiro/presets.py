@@ -29,7 +29,7 @@ class Preset(Section):
         return TrainConfig(**{"micro_batch": 2, "zero_stage": 1, **self.train})
 
 
-def presets() -> dict[str, Preset]:
+def load_presets() -> dict[str, Preset]:
     """Return the drafts that `jakiro new` writes recipes for, by name."""
     table = tomllib.loads(TABLE.read_text())
     return {
@@ -38,12 +38,12 @@ def presets() -> dict[str, Preset]:
     }
 
 
-def toml(value: Any) -> str:
+def format_toml(value: Any) -> str:
     """Format a value as TOML, as recipes spell it."""
     if isinstance(value, dict):
-        return f"{{ {', '.join(f'{key} = {toml(inner)}' for key, inner in value.items())} }}"
+        return f"{{ {', '.join(f'{key} = {format_toml(inner)}' for key, inner in value.items())} }}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(toml, value))}]"
+        return f"[{', '.join(map(format_toml, value))}]"
     if isinstance(value, float):
         return repr(value).replace("e-0", "e-")
     if isinstance(value, int) and abs(value) >= 10_000:

@@ -33,7 +33,9 @@ def main() -> None:
         print("\n".join(push_features(recipe, args.features, private=not args.public)))
     if args.repository:
         public = ["--public"] if args.public else []
-        jakiro.begin("eval", [args.recipe, *override_arguments(args.overrides), "--push", args.repository, *public])
+        jakiro.start_command(
+            "eval", [args.recipe, *override_arguments(args.overrides), "--push", args.repository, *public]
+        )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import shutil
 import textwrap
 import tomllib
 
-from pipeline.recipe.read import RECIPES, shipped
+from pipeline.recipe.read import RECIPES, shipped_recipes
 from pipeline.running import entry
 
 
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("word", nargs="?", default="", help="only recipes with this in their name, target or drafts")
     word = parser.parse_args().word.lower()
     width = shutil.get_terminal_size().columns
-    for name in shipped():
+    for name in shipped_recipes():
         target, drafts, comment = summarise(name)
         if word in f"{name} {target} {drafts}".lower():
             print(f"{name}: {target}; {drafts}")

@@ -33,7 +33,7 @@ RAY = "ray://"
 
 
 @dataclass(frozen=True)
-class Job:
+class ClusterJob:
     """A stage on a cluster: the command that starts it, shows its output and exits with its status; and the one that
     cancels it.
     """
@@ -43,7 +43,7 @@ class Job:
     cancel: list[str]
 
 
-def jobs_on(place: str, args: argparse.Namespace) -> list[list[Job]]:
+def jobs_on(place: str, args: argparse.Namespace) -> list[list[ClusterJob]]:
     """Return lists of jobs; those of one list run at the same time, and the lists one after the other. Only the recipe
     is uploaded: every node has the project installed in the same place as the head. Ray chooses the one node of the
     training.
@@ -63,7 +63,7 @@ def jobs_on(place: str, args: argparse.Namespace) -> list[list[Job]]:
     shutil.copyfile(recipe_file(args.recipe), job_folder / recipe_file(args.recipe).name)
     ray = [sys.executable, "-m", "ray.scripts.scripts", "job"]
 
-    def job(stage: str) -> Job:
+    def job(stage: str) -> ClusterJob:
         name = f"{recipe.name}-{stage}-{os.getpid()}"
         gpus = _gpus_of(stage, recipe, args.gpus_per_node)
         flags = ["--address", address, "--submission-id", name, "--working-dir", str(job_folder)]
@@ -72,7 +72,7 @@ def jobs_on(place: str, args: argparse.Namespace) -> list[list[Job]]:
         submit = [*ray, "submit", *flags, "--", "jakiro", stage, *arguments]
         status = [*ray, "status", "--address", address, name]  # submit exits with 0 also for a job that was stopped
         start = ["bash", "-c", f"{shlex.join(submit)} && {shlex.join(status)} 2>&1 | grep --quiet succeeded"]
-        return Job(stage, start, [*ray, "stop", "--address", address, name])
+        return ClusterJob(stage, start, [*ray, "stop", "--address", address, name])
 
     names = list(STAGES.values())[: list(STAGES).index(args.until) + 1]
     return [[job(name), job("feed")] if name == "train" and recipe.fed else [job(name)] for name in names]
@@ -93,12 +93,12 @@ def _gpus_of(stage: str, recipe: Recipe, gpus_per_node: int) -> int:
     return ranks if stage == "train" else 0
 
 
-def follow(jobs: list[Job]) -> None:
+def run_jobs(jobs: list[ClusterJob]) -> None:
     """Run the jobs at the same time. Raise PipelineError for the first that fails, after cancelling the others."""
     print(f"{', '.join(job.stage for job in jobs)}: starts on the cluster", flush=True)
     environment = {**os.environ, "PYTHONPATH": python_path(os.environ)}
     with ExitStack() as stack:
-        running = [(job, stack.enter_context(children.started(job.start, environment))) for job in jobs]
+        running = [(job, stack.enter_context(children.start_command(job.start, environment))) for job in jobs]
         try:
             while None in [process.poll() for _, process in running]:
                 time.sleep(0.5)
@@ -113,7 +113,7 @@ def follow(jobs: list[Job]) -> None:
             raise
 
 
-def _leave_or_cancel(jobs: list[Job]) -> None:
+def _leave_or_cancel(jobs: list[ClusterJob]) -> None:
     for job in jobs:
         message = f"{job.stage} runs on the cluster. To cancel it: {shlex.join(job.cancel)}"
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -122,7 +122,7 @@ def _leave_or_cancel(jobs: list[Job]) -> None:
             _cancel([job])
 
 
-def _cancel(jobs: list[Job]) -> None:
+def _cancel(jobs: list[ClusterJob]) -> None:
     for job in jobs:
         print(f"{job.stage}: {'cancelled' if subprocess.call(job.cancel) == 0 else 'not cancelled'}")
 
@@ -135,13 +135,13 @@ def main() -> None:
     parser.add_argument("--gpus-per-node", type=int, default=8, help="of that cluster")
     args = parser.parse_args()
     if args.on is None:
-        jakiro.begin("run here", [args.recipe, *override_arguments(args.overrides), "--until", args.until])
+        jakiro.start_command("run here", [args.recipe, *override_arguments(args.overrides), "--until", args.until])
         return
     from jakiro import manifests  # imported late: it is a command, too, and runpy warns about an early import
 
     manifests.print_paths(load_recipe(args.recipe, args.overrides))
     for jobs in jobs_on(args.on, args):
-        follow(jobs)
+        run_jobs(jobs)
     print("all stages are done; jakiro status shows them, on a machine that sees the output")
 
 

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.basics.accelerator import sent
+from pipeline.basics.accelerator import to_device
 from pipeline.drafts.parts.losses import Term, chunk_rows
 from pipeline.drafts.parts.objective import Objective, vocabulary_indices
-from pipeline.features.batch import Group, Positions, Seed, trained
+from pipeline.features.positions import Group, Positions, Seed, trained_mask
 
 if TYPE_CHECKING:
     from pipeline.drafts.parts.module import DraftModule
@@ -38,14 +38,14 @@ class BlockObjective(Objective):
     """The objective of a draft whose settings have `anchors`, `gamma`, `dpace` and `trains_behind_gaps`."""
 
     def positions(self, ids: np.ndarray, loss_mask: np.ndarray, seed: Seed = ()) -> dict[Group, Positions]:
-        anchors = (trained(loss_mask, 1) & loss_mask[1:].astype(bool)).nonzero()[0]
+        anchors = (trained_mask(loss_mask, 1) & loss_mask[1:].astype(bool)).nonzero()[0]
         if len(anchors) > self.config.anchors:
             random = np.random.default_rng((STREAM, *seed))
             anchors = np.sort(random.choice(anchors, self.config.anchors, replace=False))
         positions: dict[Group, Positions] = {}
         unbroken = np.ones(len(anchors), dtype=bool)
         for place in self.groups:
-            is_trained = trained(loss_mask, int(place))[anchors]
+            is_trained = trained_mask(loss_mask, int(place))[anchors]
             if not self.config.trains_behind_gaps:
                 unbroken = is_trained = is_trained & unbroken
             inputs = torch.from_numpy(anchors[is_trained])
@@ -71,8 +71,8 @@ class BlockObjective(Objective):
         rows = []
         for column, (term, feature_MD) in enumerate(term_features):
             positions = batch.positions[term.group]
-            rows.append(sent(torch.searchsorted(anchors, positions.inputs), device))
-            text_M = batch.following_BT.flatten()[sent(positions.labels, device)]
+            rows.append(to_device(torch.searchsorted(anchors, positions.inputs), device))
+            text_M = batch.following_BT.flatten()[to_device(positions.labels, device)]
             q_M = _text_probabilities(draft, feature_MD, vocabulary_indices(text_M, draft.token_ids_U))
             factors_AK[rows[-1], column] = torch.lerp(q_M, torch.ones_like(q_M), self.config.dpace)
             trained_AK[rows[-1], column] = 1

@@ -23,18 +23,28 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from pipeline.basics.accelerator import sent
+from pipeline.basics.accelerator import to_device
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import DraftOutput, DraftRequest, RoundInput
 from pipeline.drafts.parallel.anchors import decay_weights
-from pipeline.drafts.parallel.mask import MASK, MaskTokenDraft, mask_token_fact
+from pipeline.drafts.parallel.mask import MASK_TOKEN_ID, MaskTokenDraft, mask_token_fact
 from pipeline.drafts.parts.base import DenseConfig, FusedConfig, MaskConfig, VocabularyConfig, WindowConfig
 from pipeline.drafts.parts.layers import AttentionBlock, layer_config, norm, rotary, swiglu
 from pipeline.drafts.parts.losses import LossKind, Term, term_names
 from pipeline.drafts.parts.module import TrainedDraft
-from pipeline.drafts.parts.names import AUXILIARY, IDS, LAYER_KEYS, UNSAID, Export, Facts, Form, Names, llama_config
+from pipeline.drafts.parts.names import (
+    AUXILIARY,
+    DRAFT_TOKEN_IDS,
+    LAYER_KEYS,
+    UNSET,
+    Export,
+    Facts,
+    FileFormat,
+    Names,
+    llama_config,
+)
 from pipeline.drafts.parts.one_layer import DraftState
-from pipeline.lm.attention import FULL, SLIDING, additive
+from pipeline.lm.attention import FULL, SLIDING, additive_mask
 from pipeline.lm.states import States
 
 if TYPE_CHECKING:
@@ -180,12 +190,12 @@ class DFlash(MaskTokenDraft, TrainedDraft):
         (count, width), device = batch.tokens_BT.shape, batch.tokens_BT.device
         anchors = np.asarray(batch.positions[1].inputs)
         bundles_CA, slots = bundle_anchors(anchors, count, width, max(1, PLACES_PER_MASK // self.config.block))
-        inputs_CA = sent(torch.tensor(bundles_CA), device)
+        inputs_CA = to_device(torch.tensor(bundles_CA), device)
         rows_C, places_CA = inputs_CA[:, 0] // width, inputs_CA % width
         begins_BT = torch.zeros_like(batch.tokens_BT) if batch.begins_BT is None else batch.begins_BT
         begins_CA = begins_BT.flatten()[inputs_CA]
         x, rope = self._blocks(batch.tokens_BT.flatten()[inputs_CA], places_CA + 1 - begins_CA, context_BTD)
-        mask = additive(self._mask(begins_CA, places_CA, width), x.dtype)[:, None]
+        mask = additive_mask(self._mask(begins_CA, places_CA, width), x.dtype)[:, None]
         angles = self._angles(context_BTD, torch.arange(width, device=device) - begins_BT)
         for layer in self._layers:
             arguments = layer, x, context_BTD, angles, rows_C, rope, mask
@@ -200,7 +210,9 @@ class DFlash(MaskTokenDraft, TrainedDraft):
         features = []
         for level in range(levels):
             block_indices = np.searchsorted(anchors, np.asarray(batch.positions[level + 1].inputs))
-            features.append(feature_ALD[:, level].index_select(0, sent(torch.tensor(slots[block_indices]), device)))
+            features.append(
+                feature_ALD[:, level].index_select(0, to_device(torch.tensor(slots[block_indices]), device))
+            )
         return features, None
 
     # -- decoding -------------------------------------------------------------------------------------------------
@@ -226,10 +238,12 @@ class DFlash(MaskTokenDraft, TrainedDraft):
             layer.append_context(context_BTD, angles, state.cache)
         state.verified = end
         last_CA = torch.arange(end - places, end, device=device)[None]  # the last input that each block attends to
-        x, rope = self._blocks(sent(inputs.tokens[-places:], device)[None], last_CA + 1, context_BTD)
+        x, rope = self._blocks(to_device(inputs.tokens[-places:], device)[None], last_CA + 1, context_BTD)
         mask, cached_CA = None, last_CA - state.dropped  # in the cache
         if places > 1 or self.config.window or self.config.causal:
-            mask = additive(self._mask(torch.zeros_like(cached_CA), cached_CA, end - state.dropped), x.dtype)[:, None]
+            mask = additive_mask(self._mask(torch.zeros_like(cached_CA), cached_CA, end - state.dropped), x.dtype)[
+                :, None
+            ]
         for layer in self._layers:
             x = layer(x, rope, mask, state.cache)
         return self.norm(x[0]).unflatten(0, (places, -1))[:, -self.config.levels :].transpose(0, 1)
@@ -290,7 +304,7 @@ TRANSFORMERS, MUSE = "transformers", "muse_glimmer_assistant"  # the only block 
 def engine_config(draft: DFlash, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
     """Return config.json in the format of its authors' released weights, or in that of transformers."""
     config, layers = draft.config, draft.needs.auxiliary
-    block_keys = {MASK: int(weights.pop(MASK)), "target_layer_ids": [number - 1 for number in layers]}
+    block_keys = {MASK_TOKEN_ID: int(weights.pop(MASK_TOKEN_ID)), "target_layer_ids": [number - 1 for number in layers]}
     llama = {"architectures": [export.architecture]} | llama_config(draft, weights) | {"block_size": config.block}
     if export.engine == TRANSFORMERS:
         return llama | {"model_type": MUSE, "layer_types": [FULL] * config.layers} | block_keys
@@ -300,7 +314,7 @@ def engine_config(draft: DFlash, weights: dict[str, Tensor], export: Export) -> 
 
 
 def facts(draft: DFlash, config_json: dict[str, Any], tensors: Mapping[str, Tensor]) -> Facts:
-    layers = config_json.get(AUXILIARY) or UNSAID, list(draft.needs.auxiliary)
+    layers = config_json.get(AUXILIARY) or UNSET, list(draft.needs.auxiliary)
     return {"auxiliary_layers": layers, "causal": (is_causal(config_json), draft.config.causal)} | mask_token_fact(
         draft, config_json
     )
@@ -342,9 +356,9 @@ IGNORED_KEYS = (
 )
 NAMES = Names(
     forms={
-        "vllm": Form(architecture="DFlashDraftModel"),
-        "sglang": Form(architecture="DFlashDraftModel", lacks={"window": ""}),
-        TRANSFORMERS: Form(
+        "vllm": FileFormat(architecture="DFlashDraftModel"),
+        "sglang": FileFormat(architecture="DFlashDraftModel", unsupported={"window": ""}),
+        TRANSFORMERS: FileFormat(
             lambda name, _: IN_TRANSFORMERS.get(name, name),
             "MuseGlimmerAssistantModel",
             {"window": "", "causal": ""},
@@ -352,11 +366,11 @@ NAMES = Names(
     },
     engine_config=engine_config,
     method={"method": "dflash"},
-    not_exported=(IDS,),  # engines guess with the target's full head
+    not_exported=(DRAFT_TOKEN_IDS,),  # engines guess with the target's full head
     is_block=True,
     settings={"block": "block_size", "layers": "num_hidden_layers"},
     facts=facts,
-    keys=dict.fromkeys((MASK, *LAYER_KEYS, *IGNORED_KEYS), ())
+    keys=dict.fromkeys((MASK_TOKEN_ID, *LAYER_KEYS, *IGNORED_KEYS), ())
     | {
         **dict.fromkeys((*CAUSAL_KEYS, NON_CAUSAL_KEY), (False, True)),
         "attention_mode": ("gqa", "mha"),

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeline.basics.accelerator import sent
+from pipeline.basics.accelerator import to_device
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
 from pipeline.drafts.parallel.dflash import NAMES as DFLASH_NAMES
 from pipeline.drafts.parallel.dflash import DFlash, DFlashConfig
 from pipeline.drafts.parallel.dflash import engine_config as dflash_config
 from pipeline.drafts.parts.losses import BiasedHead, LossKind, OwnHead
-from pipeline.drafts.parts.names import NO_OWN_VOCABULARY, Export, Form
+from pipeline.drafts.parts.names import NO_OWN_VOCABULARY, Export, FileFormat
 from pipeline.drafts.parts.one_layer import DraftState
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class DSpark(DFlash):
         """Return DFlash's features, each row concatenated with w1 of the previous token."""
         tokens, features = batch.tokens_BT.flatten(), []
         for level, feature_MD in enumerate(super().forward(batch)[0], start=1):
-            before_M = tokens[sent(np.asarray(batch.positions[level].labels), tokens.device)]
+            before_M = tokens[to_device(np.asarray(batch.positions[level].labels), tokens.device)]
             features.append(torch.cat([feature_MD, self.markov_head[W1](before_M)], dim=1))
         return features, None
 
@@ -103,7 +103,7 @@ class DSpark(DFlash):
     def start(self, state: DraftState, inputs: RoundInput, request: DraftRequest, places: int = 1) -> DraftOutput:
         assert isinstance(state, DSparkState)
         state.base_LAU = self._mask_padding(self.embed_head.head(self._block_features(state, inputs, places)))
-        return self._biased(state.base_LAU[0], sent(inputs.tokens[-places:], state.base_LAU.device))
+        return self._biased(state.base_LAU[0], to_device(inputs.tokens[-places:], state.base_LAU.device))
 
     @torch.inference_mode()
     def step(self, state: DSparkState, frontier: Frontier, request: DraftRequest) -> DraftOutput:
@@ -128,7 +128,7 @@ CONFIDENCE_KEYS = ("enable_confidence_head", "confidence_head_with_markov", "con
 NAMES = replace(
     DFLASH_NAMES,
     # Not tried, since vLLM runs it only on GPUs.
-    forms={"vllm": Form(architecture="Qwen3DSparkModel", lacks=NO_OWN_VOCABULARY, is_tried=False)},
+    forms={"vllm": FileFormat(architecture="Qwen3DSparkModel", unsupported=NO_OWN_VOCABULARY, is_tried=False)},
     engine_config=engine_config,
     method={"method": "dspark"},
     settings={**DFLASH_NAMES.settings, "rank": "markov_rank"},
@@ -140,5 +140,5 @@ NAMES = replace(
         "sample_from_anchor": (True,),
         "speculators_model_type": ("dspark",),
     },
-    unread=r"confidence_head\.",
+    ignored_tensors=r"confidence_head\.",
 )

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts.parts.module import DraftModule
-from pipeline.drafts.parts.names import UNSAID, Facts
+from pipeline.drafts.parts.names import UNSET, Facts
 
-MASK = "mask_token_id"  # the buffer
+MASK_TOKEN_ID = "mask_token_id"  # the buffer
 
 
 class MaskTokenDraft(DraftModule):
@@ -21,7 +21,7 @@ class MaskTokenDraft(DraftModule):
         last, mask_token = self.target_vocabulary - 1, self.config.mask_token
         if mask_token is not None and mask_token > last:
             raise PipelineError(f"mask_token={mask_token}: the target's embedding has ids up to {last}")
-        self.register_buffer(MASK, torch.tensor(last if mask_token is None else mask_token))
+        self.register_buffer(MASK_TOKEN_ID, torch.tensor(last if mask_token is None else mask_token))
 
     def start_from_target(self, texts: list[list[int]]) -> None:
         """Choose the mask token if none is set: the highest id that these texts lack.
@@ -45,14 +45,14 @@ def mask_token_fact(draft: Any, config_json: dict[str, Any]) -> Facts:
 
     Raises PipelineError if the file names two, and if neither the file nor the settings name one.
     """
-    stated = {key: config_json[key] for key in ("pard_token", MASK) if key in config_json}
+    stated = {key: config_json[key] for key in ("pard_token", MASK_TOKEN_ID) if key in config_json}
     if len(set(map(str, stated.values()))) > 1:
         statements = " and ".join(f"{key}={token!r}" for key, token in stated.items())
         raise PipelineError(
             f"config.json says {statements}: which one is the mask token is not known. Correct a copy of it"
         )
-    token, configured = next(iter(stated.values()), UNSAID), draft.config.mask_token
-    if token is UNSAID and configured is None:
+    token, configured = next(iter(stated.values()), UNSET), draft.config.mask_token
+    if token is UNSET and configured is None:
         raise PipelineError(
             f"neither config.json nor the recipe names the mask token: set draft.{draft.name}.mask_token to the id "
             "that the draft was trained with"

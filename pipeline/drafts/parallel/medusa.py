@@ -17,7 +17,7 @@ from pipeline.decoding.contract import DraftOutput, DraftRequest, RoundInput
 from pipeline.drafts.parts.heads import HeadsConfig, HeadsDraft, facts, make_lm_heads
 from pipeline.drafts.parts.layers import ResBlock
 from pipeline.drafts.parts.losses import LossKind
-from pipeline.drafts.parts.names import NO_OWN_VOCABULARY, Export, Form, Names
+from pipeline.drafts.parts.names import NO_OWN_VOCABULARY, Export, FileFormat, Names
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
@@ -80,8 +80,8 @@ def engine_config(draft: Medusa, weights: dict[str, Tensor], export: Export) -> 
 UNSUPPORTED = dict.fromkeys(("own_head", "head_bias"), "vLLM's heads are their own, without a bias")
 NAMES = Names(
     forms={
-        "vllm": Form(_medusa_name, "MedusaModel", NO_OWN_VOCABULARY | UNSUPPORTED),
-        "others": Form(lambda name, config: f"medusa_head.{_medusa_name(name, config)}"),
+        "vllm": FileFormat(_medusa_name, "MedusaModel", NO_OWN_VOCABULARY | UNSUPPORTED),
+        "others": FileFormat(lambda name, config: f"medusa_head.{_medusa_name(name, config)}"),
     },
     engine_config=engine_config,
     method={"method": "medusa"},

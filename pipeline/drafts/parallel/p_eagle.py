@@ -18,27 +18,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.basics.accelerator import sent
+from pipeline.basics.accelerator import to_device
 from pipeline.decoding.contract import DraftOutput, DraftRequest, RoundInput
 from pipeline.drafts.eagle3 import AUTHORS_FORMAT, DECAY, NUMBERED_FORMAT, Eagle3Frame, Eagle3FrameConfig
 from pipeline.drafts.eagle3 import NAMES as EAGLE3_NAMES
 from pipeline.drafts.eagle3 import engine_config as eagle3_config
-from pipeline.drafts.parallel.mask import MASK, MaskTokenDraft, mask_token_fact
+from pipeline.drafts.parallel.mask import MASK_TOKEN_ID, MaskTokenDraft, mask_token_fact
 from pipeline.drafts.parts.base import DenseConfig, MaskConfig
 from pipeline.drafts.parts.layers import AttentionBlock, norm
 from pipeline.drafts.parts.losses import Term, term_names
 from pipeline.drafts.parts.names import Export, Facts
 from pipeline.drafts.parts.objective import Objective
 from pipeline.drafts.parts.one_layer import Dense, DraftState
-from pipeline.features.batch import Group, Positions, Seed
-from pipeline.lm.attention import additive
+from pipeline.features.positions import Group, Positions, Seed
+from pipeline.lm.attention import additive_mask
 from pipeline.lm.states import States
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
 
 STREAM = 0x70656167  # random stream, separate from others with the same seeds
-KEEP_RATE, LEAST = 0.8, 0.2  # share of inputs that depth s is trained at: KEEP_RATE^s, at least LEAST
+KEEP_RATE, MIN_KEEP_RATE = 0.8, 0.2  # share of inputs that depth s is trained at: KEEP_RATE^s, at least LEAST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class PEagleConfig(DenseConfig, MaskConfig, Eagle3FrameConfig):
 
     def count_depths(self, drawn_N: np.ndarray) -> np.ndarray:
         """Return the number of depths of each input, from uniform random numbers in [0, 1)."""
-        shares = [max(KEEP_RATE**s, LEAST) for s in range(1, self.depths)]
+        shares = [max(KEEP_RATE**s, MIN_KEEP_RATE) for s in range(1, self.depths)]
         return (drawn_N[:, None] < np.array(shares)).sum(1)
 
 
@@ -130,7 +130,7 @@ class PEagle(MaskTokenDraft, Dense, Eagle3Frame):
         states = States(batch.hidden_BTD, batch.auxiliary_BTSD, self.needs.auxiliary)
         features_BTD, device = self.features(states.of(self.needs)), batch.tokens_BT.device
         *layout, row_of = _lay_out_inputs(batch)
-        place_BR, depth_BR = (sent(numbers, device) for numbers in layout)
+        place_BR, depth_BR = (to_device(numbers, device) for numbers in layout)
         text_place_BR, guessed_BR = place_BR.clamp_min(0), depth_BR > 0
         tokens_BR = torch.where(guessed_BR, self.mask_token_id, batch.tokens_BT.gather(1, text_place_BR))
         true_BRD = features_BTD.gather(1, text_place_BR[..., None].expand(-1, -1, features_BTD.shape[-1]))
@@ -139,11 +139,11 @@ class PEagle(MaskTokenDraft, Dense, Eagle3Frame):
         begins_BT = torch.zeros_like(batch.tokens_BT) if batch.begins_BT is None else batch.begins_BT
         begins_BR = begins_BT.gather(1, text_place_BR)
         visible = self._mask(place_BR, depth_BR, place_BR, depth_BR) & (begins_BR[..., None] == begins_BR[:, None])
-        mask = additive(visible, features_BRD.dtype)[:, None]
+        mask = additive_mask(visible, features_BRD.dtype)[:, None]
         arguments = features_BRD, tokens_BR, text_place_BR - begins_BR + depth_BR, mask
         recomputes = self.recompute and torch.is_grad_enabled()
         f_BRD = checkpoint(self._layers, *arguments, use_reentrant=False) if recomputes else self._layers(*arguments)
-        return [f_BRD.flatten(0, 1).index_select(0, sent(rows, device)) for rows in row_of], None
+        return [f_BRD.flatten(0, 1).index_select(0, to_device(rows, device)) for rows in row_of], None
 
     # -- decoding -------------------------------------------------------------------------------------------------
 
@@ -156,12 +156,12 @@ class PEagle(MaskTokenDraft, Dense, Eagle3Frame):
         guessed = torch.arange(end - places, end).repeat_interleave(further)
         place_C = torch.cat([torch.arange(state.dropped, end), guessed])
         depth_C = torch.cat([torch.zeros(cached + count), torch.arange(1, request.levels).repeat(places)]).long()
-        place_C, depth_C = sent(torch.stack([place_C, depth_C]), device)
+        place_C, depth_C = to_device(torch.stack([place_C, depth_C]), device)
         place_R, depth_R = place_C[cached:], depth_C[cached:]
         both_features = self.features(torch.cat([inputs.states_TSD, self._masked_1SD.to(inputs.states_TSD.dtype)]))
         features_RD = torch.cat([both_features[:count], both_features[count:].expand(places * further, -1)])
-        tokens_R = torch.cat([sent(inputs.tokens[-count:], device), self.mask_token_id.expand(places * further)])
-        mask = additive(self._mask(place_R, depth_R, place_C, depth_C), features_RD.dtype)[None, None]
+        tokens_R = torch.cat([to_device(inputs.tokens[-count:], device), self.mask_token_id.expand(places * further)])
+        mask = additive_mask(self._mask(place_R, depth_R, place_C, depth_C), features_RD.dtype)[None, None]
         f_RD = self._layers(features_RD[None], tokens_R[None], (place_R + depth_R)[None], mask, state.cache)[0]
         state.verified = end
         ahead_WSD = f_RD[count:].view(places, further, f_RD.shape[1])
@@ -200,7 +200,7 @@ def _lay_out_inputs(batch: "Batch") -> tuple[np.ndarray, np.ndarray, list[np.nda
 
 
 def engine_config(draft: PEagle, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
-    return eagle3_config(draft, weights, export, {"pard_token": int(weights.pop(MASK))})
+    return eagle3_config(draft, weights, export, {"pard_token": int(weights.pop(MASK_TOKEN_ID))})
 
 
 def facts(draft: PEagle, config_json: dict[str, Any], tensors: Mapping[str, Tensor]) -> Facts:
@@ -213,5 +213,5 @@ NAMES = replace(
     engine_config=engine_config,
     method={"method": "eagle3", "parallel_drafting": True},
     facts=facts,
-    keys={**EAGLE3_NAMES.keys, "pard_token": (), MASK: (), "speculators_model_type": ("peagle",)},
+    keys={**EAGLE3_NAMES.keys, "pard_token": (), MASK_TOKEN_ID: (), "speculators_model_type": ("peagle",)},
 )

@@ -11,14 +11,14 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.settings import Settings
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import (
+    CandidatePool,
     DraftOutput,
     DraftRequest,
     Draws,
     Frontier,
-    Pool,
     RoundInput,
     Timer,
-    untimed,
+    call_untimed,
 )
 from pipeline.decoding.grow import best_pool, grow
 from pipeline.decoding.tree import Tree
@@ -94,7 +94,7 @@ class DraftConfig(Settings):
         """Return the number of levels that a round's forward pass `number`, from 0, can predict; 0: there is none."""
         return 1
 
-    def parallels(self, depth: int) -> list[int]:
+    def parallel_choices(self, depth: int) -> list[int]:
         """Return the possible numbers of last levels of a tree of this depth that come from one forward pass.
 
         The draft's preference is first. The list is empty if the draft cannot grow a tree of this depth.
@@ -102,23 +102,24 @@ class DraftConfig(Settings):
         forwards = list(takewhile(self.levels_of, range(depth)))
         return [depth - number for number in forwards if self.levels_of(number) >= depth - number]
 
-    def reach(self, tree: TreeConfig) -> int:
+    def max_level(self, tree: TreeConfig) -> int:
         """Return the deepest level that the draft's trees can have with these settings."""
         return tree.depth
 
-    def most(self, tree: TreeConfig) -> int:
+    def max_nodes(self, tree: TreeConfig) -> int:
         """Return the number of nodes, the root included, that a tree with these settings has candidates for."""
         return tree.nodes if tree.paths else 1 + tree.top_k + tree.top_k * tree.top_k * (tree.depth - 1)
 
     def resolve(self, tree: TreeConfig) -> TreeConfig:
         """Return the tree settings with the draft's defaults. Raises ValueError if it cannot grow such a tree."""
-        if tree.nodes > self.most(tree):
+        if tree.nodes > self.max_nodes(tree):
             raise ValueError(
-                f"nodes={tree.nodes}, but depth {tree.depth} with top_k {tree.top_k} scores at most {self.most(tree)}"
+                f"nodes={tree.nodes}, but depth {tree.depth} with top_k {tree.top_k} scores at most "
+                f"{self.max_nodes(tree)}"
             )
-        choices = self.parallels(tree.depth)
+        choices = self.parallel_choices(tree.depth)
         if not choices:
-            deepest = max(filter(self.parallels, range(1, tree.depth)))
+            deepest = max(filter(self.parallel_choices, range(1, tree.depth)))
             raise ValueError(f"tree.depth={tree.depth}: this draft guesses at most {deepest} tokens ahead")
         parallel = choices[0] if tree.parallel is None else tree.parallel
         if parallel not in choices:
@@ -225,11 +226,13 @@ class Drafting:
         raise AssertionError("a draft whose `levels_of` allows a second forward pass has to override `step`")
 
     def propose(
-        self: Any, state: Any, inputs: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = untimed
+        self: Any, state: Any, inputs: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = call_untimed
     ) -> Tree:
         return grow(self, state, inputs, tree, draws, timer)
 
-    def pool(self: Any, state: Any, inputs: RoundInput, tree: TreeConfig, count: int, timer: Timer = untimed) -> Pool:
+    def pool(
+        self: Any, state: Any, inputs: RoundInput, tree: TreeConfig, count: int, timer: Timer = call_untimed
+    ) -> CandidatePool:
         return best_pool(self, state, inputs, tree, count, timer)
 
     def accept_probability(self, depth: int, score: float) -> float:

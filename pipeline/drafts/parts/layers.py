@@ -26,7 +26,7 @@ SHAPE_FIELDS = (
 ROPES = ("default", "linear", "llama3", "yarn")  # kinds whose angles depend only on the position
 
 
-def shapes_of(target: Any) -> dict[str, Any]:
+def draft_shapes(target: Any) -> dict[str, Any]:
     """Return the shapes that a draft's layer copies from its target's configuration (GQA, RoPE scaling, widths).
 
     If layers differ, a full-attention layer is used: a draft's layer attends to all earlier tokens.

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.features.batch import Group
+from pipeline.features.positions import Group
 
 # Numbers of the largest tensor of a chunk, (rows x terms, U) in float32: bounds the memory of the vocabulary-wide part.
 CHUNK_LOGITS = 1 << 25

@@ -40,7 +40,7 @@ class DraftModule(nn.Module):
         vocabulary = config.vocabulary
         if vocabulary and vocabulary > self.target_vocabulary:
             raise PipelineError(f"vocabulary={vocabulary} is more than the target's {self.target_vocabulary} tokens")
-        self._guessed = self.vocabulary_size  # number of first tokens that the tokenizer has
+        self._guessable = self.vocabulary_size  # number of first tokens that the tokenizer has
         ids_U = torch.zeros(vocabulary, dtype=torch.long) if vocabulary else None
         self.register_buffer("draft_token_ids", ids_U)
 
@@ -129,7 +129,7 @@ class DraftModule(nn.Module):
             head = head.restricted(self.token_ids_U)
         self._embed_head = [replace(embed_head, head=head)]
         if (known_tokens := self.shapes.get("known_tokens")) is not None:
-            self._guessed = known_tokens if self.token_ids_U is None else int((self.token_ids_U < known_tokens).sum())
+            self._guessable = known_tokens if self.token_ids_U is None else int((self.token_ids_U < known_tokens).sum())
 
     def move_embed_head(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move the embedding and head that `bind` attached."""
@@ -142,7 +142,11 @@ class DraftModule(nn.Module):
         """
         with torch.device("meta"):
             draft_copy = type(self)(self.config, self.shapes)
-        draft_copy._embed_head, draft_copy.name, draft_copy._guessed = list(self._embed_head), self.name, self._guessed
+        draft_copy._embed_head, draft_copy.name, draft_copy._guessable = (
+            list(self._embed_head),
+            self.name,
+            self._guessable,
+        )
         self._share(draft_copy)
         return draft_copy.eval()
 
@@ -161,8 +165,8 @@ class DraftModule(nn.Module):
 
     def _mask_padding(self, logits: Tensor) -> Tensor:
         """Mask, in place, the logits of tokens that the tokenizer lacks because the target's embedding is padded."""
-        if self._guessed < self.vocabulary_size:
-            logits[..., self._guessed :] = MASKED_LOGIT
+        if self._guessable < self.vocabulary_size:
+            logits[..., self._guessable :] = MASKED_LOGIT
         return logits
 
     def head(self, number: int) -> Any:

@@ -12,8 +12,8 @@ from pipeline.drafts.parts.module import DraftModule
 from pipeline.lm.attention import SLIDING
 
 Facts = dict[str, tuple[Any, Any]]
-UNSAID: Any = object()  # the value of a setting that is not in a file: the recipe's value holds
-IDS = "draft_token_ids"
+UNSET: Any = object()  # the value of a setting that is not in a file: the recipe's value holds
+DRAFT_TOKEN_IDS = "draft_token_ids"
 WINDOW = ("sliding_window", "target_layer_count")  # of config.json
 GPT_OSS = "gpt_oss"
 
@@ -25,13 +25,13 @@ NO_OWN_VOCABULARY = {"vocabulary": "vLLM requires the target's full vocabulary h
 
 
 @dataclass(frozen=True)
-class Form:
+class FileFormat:
     """The format of a draft in an engine, or in its authors' code."""
 
     tensors: Callable[[str, Any], str] = lambda name, config: name  # our name, and the draft's settings -> their name
     architecture: str = ""  # set for engines; other formats are only read
     # Settings that it supports only at their default -> advice about other values; empty: advises an export to vLLM.
-    lacks: Mapping[str, str] = field(default_factory=dict)
+    unsupported: Mapping[str, str] = field(default_factory=dict)
     plug_in: str = ""  # the plug-in that its engine requires
     is_tried: bool = True  # False if it was not tried in an engine that was
 
@@ -51,7 +51,7 @@ class Export:
 class Names:
     """The names of one kind of draft: tensors by format, and keys of config.json."""
 
-    forms: Mapping[str, Form] = field(default_factory=dict)  # by the engine's name
+    forms: Mapping[str, FileFormat] = field(default_factory=dict)  # by the engine's name
     # Returns config.json for a draft with these tensors, which it may change; raises PipelineError.
     engine_config: Callable[[Any, dict[str, Tensor], Export], dict[str, Any]] = lambda draft, weights, export: {}
     method: Mapping[str, Any] = field(default_factory=dict)  # vLLM's name for it, as keys of its speculative config
@@ -63,9 +63,9 @@ class Names:
     facts: Callable[[Any, dict[str, Any], Mapping[str, Tensor]], Facts] = lambda draft, theirs, tensors: {}
     # Keys of config.json that affect the computation -> the values that are supported; empty: any.
     keys: Mapping[str, tuple] = field(default_factory=dict)
-    unread: str = "$"  # a pattern of tensors that are not read
+    ignored_tensors: str = "$"  # a pattern of tensors that are not read
 
-    def known(self, config: Any) -> dict[str, tuple]:
+    def known_keys(self, config: Any) -> dict[str, tuple]:
         """Return `keys` with those of a window, of a draft that can have one, and of `settings`."""
         window = WINDOW if hasattr(config, "window") else ()
         return {**dict.fromkeys((*window, *self.settings.values()), ()), **self.keys}
@@ -74,7 +74,7 @@ class Names:
         """Return, for each setting, the file's value and ours. Raises PipelineError if a setting is not determined."""
         config = draft.config
         settings: Facts = {
-            our_key: (config_json.get(key, UNSAID), getattr(config, our_key)) for our_key, key in self.settings.items()
+            our_key: (config_json.get(key, UNSET), getattr(config, our_key)) for our_key, key in self.settings.items()
         }
         if hasattr(config, "window"):
             settings["window"] = (config_json.get("sliding_window"), config.window)

@@ -25,7 +25,7 @@ from pipeline.drafts.parts.losses import (
     full_vocabulary_teacher,
     renormalised_teacher,
 )
-from pipeline.features.batch import Group, Horizons, Positions, Seed
+from pipeline.features.positions import Group, Horizons, Positions, Seed
 
 if TYPE_CHECKING:
     from pipeline.drafts.parts.module import DraftModule
@@ -105,8 +105,8 @@ class Objective:
                 TermBatch(
                     term,
                     select_inputs(x, rows.inputs[term.group]),
-                    rows.among[term.group],
-                    rows.ends[term.group],
+                    rows.label_indices[term.group],
+                    rows.chunk_ends[term.group],
                     share,
                     w,
                 )

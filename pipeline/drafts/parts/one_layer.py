@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
-from pipeline.basics.accelerator import sent
+from pipeline.basics.accelerator import to_device
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
 from pipeline.drafts.parts.base import VocabularyConfig, WindowConfig
 from pipeline.drafts.parts.layers import AttentionBlock, layer_config, rotary, swiglu
 from pipeline.drafts.parts.losses import Term, term_names
 from pipeline.drafts.parts.module import TrainedDraft
-from pipeline.lm.attention import additive, behind
+from pipeline.lm.attention import additive_mask, causal_mask
 from pipeline.lm.cache import TreeCache
 from pipeline.lm.states import States
 
@@ -196,7 +196,7 @@ class OneLayer(TrainedDraft):
         places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         mask = None
         if number > 1 or begins_BT is not None or self.config.window:
-            mask = additive(ttt_visible(number, places, begins_BT, self.config.window), before_BTD.dtype)[:, None]
+            mask = additive_mask(ttt_mask(number, places, begins_BT, self.config.window), before_BTD.dtype)[:, None]
 
         def run(before_BTD: Tensor, *keys_values: Tensor) -> tuple[Heads, tuple[Tensor, ...]]:
             cache = DynamicCache() if self.config.ttt_steps > 1 else None  # a new cache: `run` may run twice
@@ -232,10 +232,10 @@ class OneLayer(TrainedDraft):
         past, count, device = state.verified, len(inputs.states_TSD), inputs.states_TSD.device
         cached, features_TD, mask = state.drop_tree(self.config.window), self.features(inputs.states_TSD), None
         if (past and count > 1) or self.config.window:
-            visible = behind(cached, count, device, self.config.window)
-            mask = additive(visible, features_TD.dtype)[None, None]
+            visible = causal_mask(cached, count, device, self.config.window)
+            mask = additive_mask(visible, features_TD.dtype)[None, None]
         positions = torch.arange(past, past + count, device=device)[None]
-        tokens_T = sent(inputs.tokens[-count:], device)
+        tokens_T = to_device(inputs.tokens[-count:], device)
         u = self._trunk(features_TD[None], tokens_T[None], positions, mask, state.cache)
         state.verified = past + count
         return self._output(u[0, -places:], request)
@@ -251,7 +251,7 @@ class OneLayer(TrainedDraft):
         prefix = places < prefix_W[:, None]
         if self.config.window:  # the tree is less deep than the window
             prefix &= places > positions.T - self.config.window
-        mask = additive(torch.cat([prefix, frontier.visible_WC], dim=1), frontier.carry_WD.dtype)[None, None]
+        mask = additive_mask(torch.cat([prefix, frontier.visible_WC], dim=1), frontier.carry_WD.dtype)[None, None]
         u = self._trunk(frontier.carry_WD[None], frontier.tokens_W[None], positions, mask, state.cache)
         return self._output(u[0], request)
 
@@ -268,7 +268,7 @@ class Dense(OneLayer):
         return Heads([u + block.mlp(block.post_attention_layernorm(u))])
 
 
-def ttt_visible(number: int, places_T: Tensor, begins_BT: Tensor | None, window: int | None = None) -> Tensor:
+def ttt_mask(number: int, places_T: Tensor, begins_BT: Tensor | None, window: int | None = None) -> Tensor:
     """Return the attention mask of step `number`, bool (B or 1, T, number * T), over the keys of all steps so far.
 
     A position attends only to its own dialogue, if `begins_BT` is given because rows hold several dialogues, and only

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.basics.accelerator import sent
+from pipeline.basics.accelerator import to_device
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
-from pipeline.lm.attention import behind
+from pipeline.lm.attention import causal_mask
 from pipeline.lm.cache import TreeCache
 
 
@@ -43,8 +43,8 @@ class TextDrafting:
         state.cache.keep(past)
         mask = None
         if past and len(tokens) > 1:
-            mask = behind(past, len(tokens), device)
-        hidden_ND = self._read(sent(tokens, device), state.cache, None, mask)
+            mask = causal_mask(past, len(tokens), device)
+        hidden_ND = self._read(to_device(tokens, device), state.cache, None, mask)
         state.read = past + len(tokens)
         return self._output(hidden_ND[-places:])
 

@@ -13,7 +13,7 @@ from pipeline.features.source import FeatureSource, SourceIdentity
 from pipeline.lm.config import TargetConfig
 
 
-def identity_of(config: TargetConfig, layers: Sequence[int]) -> SourceIdentity:
+def source_identity(config: TargetConfig, layers: Sequence[int]) -> SourceIdentity:
     """Return the identity of the source that `open_source` returns, without loading it. The version is "" if the engine
     is not installed on this machine.
     """
@@ -27,4 +27,4 @@ def open_source(config: TargetConfig, layers: Sequence[int] = ()) -> FeatureSour
     """Load the target. Raises PipelineError."""
     made: dict[str, Callable[..., FeatureSource]]
     made = {"transformers": TransformersSource, "vllm": VllmSource, "server": ServerSource}
-    return made[config.engine](config, identity_of(config, layers))
+    return made[config.engine](config, source_identity(config, layers))

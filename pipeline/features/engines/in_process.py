@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from pipeline.basics.errors import NoAnswer
-from pipeline.decoding.generate import Sampling, plain
-from pipeline.features.source import Answer, Prompt, SourceIdentity
+from pipeline.decoding.generate import Sampling, decode_plain
+from pipeline.features.source import Answer, GenerationPrompt, SourceIdentity
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target
 
@@ -48,7 +48,7 @@ class TransformersSource:
 
     def answers(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[GenerationPrompt],
         sampling: Sampling,
         capture: bool = False,
         alive: Callable[[], None] = lambda: None,
@@ -56,7 +56,7 @@ class TransformersSource:
     ) -> Iterator[Answer]:
         if plainly:
             texts = [prompt.tokens for prompt in prompts]
-            answers = [plain(self._target, text, sampling, on_tokens=lambda _: alive()).tokens for text in texts]
+            answers = [decode_plain(self._target, text, sampling, on_tokens=lambda _: alive()).tokens for text in texts]
         else:
             answers = self._generate(prompts, sampling, alive)
         results = [Answer(answer) for answer in answers]
@@ -69,7 +69,9 @@ class TransformersSource:
         """Release nothing: the target lives in this process."""
 
     @torch.inference_mode()
-    def _generate(self, prompts: Sequence[Prompt], sampling: Sampling, alive: Callable[[], None]) -> list[list[int]]:
+    def _generate(
+        self, prompts: Sequence[GenerationPrompt], sampling: Sampling, alive: Callable[[], None]
+    ) -> list[list[int]]:
         stops, device = sorted(sampling.stop_ids), self._target.device
         fill = stops[0] if stops else 0
         width = max(len(prompt.tokens) for prompt in prompts)
@@ -94,7 +96,7 @@ class TransformersSource:
             raise NoAnswer(f"the target's logits are not finite in {self.identity.dtype}: use another dtype")
         return answers
 
-    def _processors(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[LogitsProcessor]:
+    def _processors(self, prompts: Sequence[GenerationPrompt], sampling: Sampling) -> list[LogitsProcessor]:
         if sampling.temperature == 0:
             return []
         steps: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.temperature)]

@@ -9,9 +9,9 @@ from torch import Tensor
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Sampling
 from pipeline.features.engines.openai import OpenAI, excerpt
-from pipeline.features.source import Answer, Prompt, SourceIdentity
+from pipeline.features.source import Answer, GenerationPrompt, SourceIdentity
 from pipeline.lm.config import TargetConfig
-from pipeline.lm.model import load_config, load_tokenizer, stop_ids_of
+from pipeline.lm.model import load_config, load_stop_ids, load_tokenizer
 
 TRIES = 8  # attempts of a request while the server is busy or unreachable
 AT_ONCE = 64  # concurrent requests
@@ -30,7 +30,7 @@ class ServerSource:
         self._server = OpenAI(config.engine_url, "target.engine_url", TRIES)
         self.identity, self.tokenizer = identity, load_tokenizer(config)
         self.positions = load_config(config).max_position_embeddings
-        self.stop_ids = stop_ids_of(config, self.tokenizer)
+        self.stop_ids = load_stop_ids(config, self.tokenizer)
         self._model = self._server.only_model("expected a server of the target alone")
 
     def states(self, batch: Sequence[Sequence[int]]) -> Iterator[Tensor]:
@@ -40,7 +40,7 @@ class ServerSource:
 
     def answers(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[GenerationPrompt],
         sampling: Sampling,
         capture: bool = False,
         alive: Callable[[], None] = lambda: None,
@@ -61,7 +61,7 @@ class ServerSource:
     def close(self) -> None:
         self._server.client.close()
 
-    def _answer(self, prompt: Prompt, sampling: Sampling) -> Answer:
+    def _answer(self, prompt: GenerationPrompt, sampling: Sampling) -> Answer:
         reply = self._server.ask("POST", "/v1/completions", self._body(prompt, sampling))
         try:
             choice = reply["choices"][0]
@@ -75,7 +75,7 @@ class ServerSource:
         stop = self.tokenizer.eos_token_id if self.tokenizer.eos_token_id in self.stop_ids else min(self.stop_ids)
         return Answer([*tokens, stop] if finish_reason == "stop" else tokens)
 
-    def _body(self, prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
+    def _body(self, prompt: GenerationPrompt, sampling: Sampling) -> dict[str, Any]:
         return {
             "model": self._model,
             "prompt": prompt.tokens,

@@ -15,9 +15,9 @@ from torch import Tensor
 from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.decoding.generate import Sampling
 from pipeline.features.engines.child import EngineProcess, Reply, child_environment
-from pipeline.features.source import Answer, Prompt, SourceIdentity
+from pipeline.features.source import Answer, GenerationPrompt, SourceIdentity
 from pipeline.lm.config import BATCH_INVARIANT, TargetConfig
-from pipeline.lm.model import load_config, load_final_norm, load_tokenizer, source, stop_ids_of
+from pipeline.lm.model import load_config, load_final_norm, load_stop_ids, load_tokenizer, locate_target
 
 MODULE = "vllm_jakiro.engine"
 PACKAGE = "0.3.0"  # the required version of infra/vllm_jakiro, which defines the messages
@@ -30,9 +30,9 @@ def python_of(config: TargetConfig) -> str:
 
 
 @cache
-def version_of(python: str) -> str:
+def require_version(python: str) -> str:
     """Return the version of vLLM in that environment. Raises PipelineError if it, or our package, is not installed."""
-    if (version := asked_version(python)) is None:
+    if (version := find_version(python)) is None:
         raise PipelineError(
             f"target.engine_python={python!r} is not the Python of an environment with vLLM and this project's "
             f"infra/vllm_jakiro {PACKAGE}: install both there (pip install infra/vllm_jakiro)"
@@ -41,7 +41,7 @@ def version_of(python: str) -> str:
 
 
 @cache
-def asked_version(python: str) -> str | None:
+def find_version(python: str) -> str | None:
     """Return the version of vLLM as `version_of` does, or None if it is not installed."""
     script = (
         "import importlib.metadata as metadata, vllm_jakiro\n"
@@ -60,13 +60,13 @@ def recorded_version(config: TargetConfig) -> str:
     """Return the version as dumps record it, with a mark if results do not depend on the batch; "" if the engine is not
     installed on this machine.
     """
-    version = asked_version(python_of(config)) or ""
+    version = find_version(python_of(config)) or ""
     return version + ", batch-invariant" * (version != "" and os.environ.get(BATCH_INVARIANT, "0") == "1")
 
 
 def engine_options(config: TargetConfig, dtype: str) -> dict[str, Any]:
     """Return the arguments of vLLM's EngineArgs: the recipe's, and those that make the states equal to the target's."""
-    target = source(config)
+    target = locate_target(config)
     fixed = {
         "model": target.name,
         "revision": target.revision,
@@ -80,7 +80,7 @@ def engine_options(config: TargetConfig, dtype: str) -> dict[str, Any]:
     return {**config.engine_options, **fixed}
 
 
-def require_shares(config: TargetConfig, text: Any) -> None:
+def require_even_split(config: TargetConfig, text: Any) -> None:
     """Raise PipelineError if the engine's GPUs cannot share the heads evenly. There may be more GPUs than key-value
     heads: then several GPUs hold the same one.
     """
@@ -99,11 +99,11 @@ class VllmSource:
     one_pass = True
 
     def __init__(self, config: TargetConfig, identity: SourceIdentity):
-        version_of(python_of(config))
+        require_version(python_of(config))
         text = load_config(config)
-        require_shares(config, text)
+        require_even_split(config, text)
         self.identity, self.tokenizer = identity, load_tokenizer(config)
-        self.stop_ids = stop_ids_of(config, self.tokenizer)
+        self.stop_ids = load_stop_ids(config, self.tokenizer)
         dtype = identity.dtype
         self._norm = load_final_norm(config, dtype)
         last = text.num_hidden_layers
@@ -122,7 +122,7 @@ class VllmSource:
 
     def answers(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[GenerationPrompt],
         sampling: Sampling,
         capture: bool = False,
         alive: Callable[[], None] = lambda: None,

@@ -1,0 +1,94 @@
+"""The words of the code: identifiers name things, docstrings begin with a verb or a noun, a class name exists once."""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE, TESTS = ("pipeline", "preprocess", "train", "eval", "infra"), ("tests",)
+# Pronouns, participles and adverbs, which name nothing. (`done` is a future's, `rest` a protocol.)
+VAGUE = """
+    found one given mine said told asked here there own owns whole known kept wanted seen gone others other theirs ours
+    which what why how much many some such same apart aside behind beside beyond ends marks unit settled says say knows
+    tells ears mouth deaf crowd enough
+"""
+# A docstring that begins with one of these describes, and names neither an action nor a thing.
+OPENERS = "what of by how whether where why who whose which from with to in on at for as than that"
+DOCUMENTED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
+
+
+@cache
+def trees(folders: tuple[str, ...]) -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))}
+
+
+def names(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield every name that a module defines, with its line: variables, attributes, parameters, functions, classes."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name, node.lineno
+            case ast.arg():
+                yield node.arg, node.lineno
+            case ast.Name(ctx=ast.Store()):
+                yield node.id, node.lineno
+            case ast.Attribute(ctx=ast.Store()):
+                yield node.attr, node.lineno
+
+
+def is_vague(name: str) -> bool:
+    return name.strip("_").lower() in VAGUE.split()
+
+
+def opens_badly(docstring: str) -> bool:
+    return docstring.split()[0].strip("`\"'.,:").lower() in OPENERS.split()
+
+
+@pytest.mark.parametrize("folders", [SOURCE, TESTS])
+def test_identifiers_name_things(folders):
+    places = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path, tree in trees(folders).items()
+        for name, line in names(tree)
+        if is_vague(name)
+    ]
+    lines = sum(path.read_text().count("\n") for path in trees(folders))
+    assert len(places) <= lines / 1000, "\n".join(places)
+
+
+@pytest.mark.parametrize("folders", [SOURCE, TESTS])
+def test_docstrings_begin_with_a_verb_or_a_noun(folders):
+    nodes = [(path, node) for path, tree in trees(folders).items() for node in ast.walk(tree)]
+    docstrings = [
+        (f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", text)
+        for path, node in nodes
+        if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node))
+    ]
+    places = [f"{place}: {text.splitlines()[0]}" for place, text in docstrings if opens_badly(text)]
+    assert len(places) <= 0.03 * len(docstrings), "\n".join(places)
+
+
+@pytest.mark.parametrize("folders", [SOURCE, TESTS])
+def test_a_public_class_name_exists_once(folders):
+    nodes = chain.from_iterable(map(ast.walk, trees(folders).values()))
+    classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef) and not node.name.startswith("_"))
+    assert not [name for name, count in classes.items() if count > 1]
+
+
+@pytest.mark.parametrize(
+    ("source", "vague"),
+    [
+        ("found = 1", {"found"}),
+        ("def f(rows, given=None): pass", {"given"}),
+        ("class C:\n    def told(self): self._kept = 1", {"told", "_kept"}),
+        ("for one in rows: print(other)", {"one"}),  # `other` is read there, and defined elsewhere
+        ("rows = sum(row for row in table)", set()),
+    ],
+)
+def test_names_of_every_kind_are_looked_at(source, vague):
+    assert {name for name, _ in names(ast.parse(source)) if is_vague(name)} == vague
