@@ -17,13 +17,13 @@ from tests.pipeline.taught import NEVER, VARIANTS, grown, make_draft, taught
 def half_taught(loaded_target, embed_head, text):
     """Return drafts that know some of the text, by the name of their variant."""
 
-    class Taught(dict):
+    class TaughtWeights(dict):
         def __missing__(self, name):
             steps = 60 if "eagle3" not in name else 120
             self[name] = taught(loaded_target, embed_head, VARIANTS[name], *text, steps=steps)
             return self[name]
 
-    return Taught()
+    return TaughtWeights()
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_the_estimate_of_tau_is_the_cpus_and_that_of_the_validation_copys_weight
     mask = np.array([0] * len(prompt) + [1] * len(answer), np.uint8)
     row = TextRow("one", np.array(prompt + answer, np.int32), mask, states.final_ND, states.auxiliary_NSD)
 
-    class Answers:
+    class StoredAnswers:
         spec = SimpleNamespace(auxiliary_numbers=list(draft.needs.auxiliary))
 
         def __len__(self) -> int:
@@ -136,11 +136,11 @@ def test_the_estimate_of_tau_is_the_cpus_and_that_of_the_validation_copys_weight
         def row(self, number: int) -> TextRow:
             return row
 
-    want = estimate_acceptance(draft, {"tree": grown(draft, **tree)}, Answers(), 0, 1)
+    want = estimate_acceptance(draft, {"tree": grown(draft, **tree)}, StoredAnswers(), 0, 1)
     with rehearsal():
         draft.to(DEVICE)
         draft.move_embed_head(DEVICE, torch.float32)
         copy = draft.validation_copy()
         TrainingEngine.copy_weights_to(SimpleNamespace(_config=TrainConfig(zero_stage=1), _draft=draft), copy)
         assert copy.device == DEVICE
-        assert estimate_acceptance(copy, {"tree": grown(copy, **tree)}, Answers(), 0, 1) == want
+        assert estimate_acceptance(copy, {"tree": grown(copy, **tree)}, StoredAnswers(), 0, 1) == want
