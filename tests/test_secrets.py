@@ -113,7 +113,7 @@ def test_wherever_an_address_may_stand_it_is_refused(tiny_target, tmp_path, over
 def served(content: bytes) -> Iterator[str]:
     """The address of a server on this machine that requires credentials."""
 
-    class HubHandler(http.server.BaseHTTPRequestHandler):
+    class AuthorizedHandler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.headers.get("Authorization", "") != authorization(SECRET):
                 self.send_error(401)
@@ -129,7 +129,7 @@ def served(content: bytes) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), HubHandler)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), AuthorizedHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}/data.json"
