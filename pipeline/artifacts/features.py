@@ -60,7 +60,7 @@ def write_shard_request(recipe: Recipe, request: ShardRequest) -> None:
 
 
 def read_shard_request(recipe: Recipe) -> ShardRequest | None:
-    """Return the request that `write_wanted` wrote; None if there is none."""
+    """Return the request that `write_shard_request` wrote; None if there is none."""
     path = shard_request_file(recipe)
     return ShardRequest(**read_sealed(path, "Remove it, and run again")) if path.exists() else None
 

@@ -87,7 +87,7 @@ def lock_folder(folder: Path, work: str) -> Iterator[None]:
 
 
 def is_held(folder: Path) -> bool:
-    """Return whether a process of this machine holds the folder by `exclusive`. The check itself takes no lock."""
+    """Return whether a process of this machine holds the folder by `lock_folder`. The check itself takes no lock."""
     lock, locks = folder / ".lock", Path("/proc/locks")
     if not (lock.exists() and locks.exists()):
         return False
@@ -226,7 +226,7 @@ def verify_seal(value: dict[str, Any], where: object, remedy: str) -> dict[str, 
     if seal is None:
         raise PipelineError(f"{where} has no {SEAL!r}: it was written by hand or by another version. {remedy}")
     try:
-        expected_seal = hashlib.sha256(_canonical(value).encode()).hexdigest()  # as `seal_of`
+        expected_seal = hashlib.sha256(_canonical(value).encode()).hexdigest()  # as `compute_seal`
     except RecursionError:  # nested too deeply to encode, though not to parse
         expected_seal = None
     if seal != expected_seal:
@@ -251,8 +251,8 @@ def format_sealed_lines(values: Iterable[dict[str, Any]]) -> str:
 
 
 def read_sealed_lines(path: Path, remedy: str) -> list[dict[str, Any]]:
-    """Load the values of a file of `sealed_lines`; an empty list where there is no file. Raise PipelineError, which
-    ends with `remedy` and names a changed line, when a line was changed, added or lost, the last one included.
+    """Load the values of a file of `format_sealed_lines`; an empty list where there is no file. Raise PipelineError,
+    which ends with `remedy` and names a changed line, when a line was changed, added or lost, the last one included.
     """
     if not path.exists():
         return []

@@ -92,9 +92,9 @@ def _descend(mass_NP: Tensor, u_NH: Tensor) -> tuple[Tensor, int]:
 
 
 def log_odds(scores_NV: Tensor, token: int, second_token: int) -> tuple[Tensor, int]:
-    """Compare two tokens in `by_halving`: return the log-odds [N] of the half that takes small numbers, from each row's
-    logits (float64), at the halving that separates them, and its index from 0. A number u chooses that half where log(u
-    / (1 - u)) is below these log-odds.
+    """Compare two tokens in `draw_by_halving`: return the log-odds [N] of the half that takes small numbers, from each
+    row's logits (float64), at the halving that separates them, and its index from 0. A number u chooses that half where
+    log(u / (1 - u)) is below these log-odds.
     """
     bits = max((scores_NV.shape[1] - 1).bit_length(), 1)
     above = (token ^ second_token).bit_length() - 1  # halvings after the one that separates them

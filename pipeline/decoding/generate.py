@@ -225,9 +225,9 @@ def decode_speculative(
     prefilled: Prefilled | None = None,
     on_tokens: Listener = lambda _: None,
 ) -> Generation:
-    """Draft, verify and accept, until the stop rule holds. With trees of best candidates the answer is `plain`'s, with
-    drawn ones it is distributed as `plain`'s. `exact_split` waits for a GPU between the parts of a round, which costs
-    time. `on_tokens` is called with the tokens of every round.
+    """Draft, verify and accept, until the stop rule holds. With trees of best candidates the answer is
+    `decode_plain`'s, with drawn ones it is distributed as `decode_plain`'s. `exact_split` waits for a GPU between the
+    parts of a round, which costs time. `on_tokens` is called with the tokens of every round.
     """
     draft, spec, sampler = method.draft, method.tree, Sampler(sampling.seed)
     layers, room = draft.needs.auxiliary, sampling.max_new_tokens + method.room(target.compiled)

@@ -1,11 +1,11 @@
 """Count how far trees would be accepted along the target's own text, from stored features, without verification.
 
 A tree of best candidates accepts exactly the target's own next tokens as far as it holds them (docs/lossless.md). So
-`decoded` counts for any tree what decoding the text would count, without the target. Many dynamic trees are counted at
-once, as a smaller tree's candidates are among a larger one's: fewer of each node's children, fewer nodes of each level,
-fewer levels. So below every token of a text one large tree is grown, many places at a time, and every smaller tree is
-selected from its scores. One simplification: a node that the small tree forwards and the large one did not has no
-children here.
+`replay_decoding` counts for any tree what decoding the text would count, without the target. Many dynamic trees are
+counted at once, as a smaller tree's candidates are among a larger one's: fewer of each node's children, fewer nodes of
+each level, fewer levels. So below every token of a text one large tree is grown, many places at a time, and every
+smaller tree is selected from its scores. One simplification: a node that the small tree forwards and the large one did
+not has no children here.
 """
 
 import math
@@ -45,7 +45,7 @@ def replay_decoding(method: LoadedMethod, states: States, tokens: list[int], beg
 
 
 def largest_tree(depth: int, top_k: int, candidates: Any, parallel: int) -> TreeConfig:
-    """Return the settings of the tree for `counter`, which selects trees of any number of nodes."""
+    """Return the settings of the tree for `make_counter`, which selects trees of any number of nodes."""
     return TreeConfig(depth=depth, top_k=top_k, nodes=depth + 1, candidates=candidates, parallel=parallel)
 
 
@@ -66,7 +66,7 @@ def make_counter(draft: Draft, states: States, tokens: list[int], begin: int, la
 
 
 def count_acceptance(method: LoadedMethod, states: States, tokens: list[int], begin: int) -> Acceptance:
-    """Count as `decoded` does. A dynamic tree is grown at many places at a time, which is faster."""
+    """Count as `replay_decoding` does. A dynamic tree is grown at many places at a time, which is faster."""
     if method.tree.paths is not None:
         return replay_decoding(method, states, tokens, begin)
     return make_counter(method.draft, states, tokens, begin, method.tree)(method.tree)

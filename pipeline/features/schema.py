@@ -129,7 +129,7 @@ class StoredRow:
 
 
 def row_dtype(stored_dtype: str) -> torch.dtype:
-    """Return the dtype of a `Row`'s hidden states, both when it is written and when it is read."""
+    """Return the dtype of a `TextRow`'s hidden states, both when it is written and when it is read."""
     return torch.bfloat16 if stored_dtype == FP8 else _WORDS[stored_dtype][0]
 
 
@@ -196,7 +196,7 @@ def read_spec(schema: pa.Schema, path: object) -> FeatureSpec:
 
 def require_same(got: FeatureSpec, expected: FeatureSpec, where: object) -> None:
     """Raise PipelineError for features that were not made with this recipe and target, naming the difference. A
-    different engine, or another version of it, is allowed here (see `another_engine`).
+    different engine, or another version of it, is allowed here (see `describe_engine_change`).
     """
     meanings = {
         "target": "another target model or revision",
@@ -241,8 +241,8 @@ def describe_engine_change(got: FeatureSpec, expected: FeatureSpec) -> str | Non
 
 
 def stored_columns(states: list[torch.Tensor], stored_dtype: str) -> list[torch.Tensor]:
-    """Return the columns that a shard stores for a `Row`'s states, in the shard's order and on the states' device: the
-    words of each state, [T, D] or [T, K D], and for float8 a scale for each vector after them.
+    """Return the columns that a shard stores for a `TextRow`'s states, in the shard's order and on the states' device:
+    the words of each state, [T, D] or [T, K D], and for float8 a scale for each vector after them.
     """
     columns = []
     for state in states:

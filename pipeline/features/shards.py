@@ -295,7 +295,7 @@ class FeatureStore:
     seconds_waited = 0.0  # seconds that trainings in this process waited for batches of this store
 
     def __init__(self, folder: Path, split: str, expected: FeatureSpec):
-        """Open the table and every shard, and check size, structure and origin (not checksums: see `damages`).
+        """Open the table and every shard, and check size, structure and origin (not checksums: see `find_all_damage`).
 
         Raises PipelineError for an unfinished dump, a dump of another recipe, and a missing or damaged file.
         """

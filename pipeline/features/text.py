@@ -18,7 +18,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path, sha256
 from pipeline.features.schema import Count, FeatureSpec, text_schema
 
-SOME_TOKENS = 1024  # the most tokens that `some_texts` returns
+SOME_TOKENS = 1024  # the most tokens that `first_texts` returns
 REMEDY = "Remove the file and run the dump again; if it is a downloaded copy, download it again"
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pipeline.lm.verifier import Verifier
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-GROUPED = f"{__name__}.grouped"  # the name of `grouped` in transformers; a loaded release has its own
+GROUPED = f"{__name__}.grouped"  # the name of `grouped_attention` in transformers; a loaded release has its own
 _STATE = "its state merges all tokens so far, and a rejected one cannot be removed from it"
 _REASONS = {
     "linear_attention": _STATE,
@@ -96,7 +96,7 @@ def max_positions(text: Any) -> int:
 
 def use_masked_attention(model: PreTrainedModel) -> None:
     """Switch to attention that applies the given masks, where the configuration asks for one that ignores them (flash
-    attention): SDPA, on an accelerator `grouped`.
+    attention): SDPA, on an accelerator `grouped_attention`.
     """
     current, required = model.config._attn_implementation, "sdpa" if model.device.type == "cpu" else GROUPED
     if current not in (required, "eager"):
@@ -166,8 +166,9 @@ def layer_masks(
     """Build the additive masks (1, 1, N, C) by layer kind, as a decoder takes them; for a decoder of one kind, its mask
     alone.
 
-    Parameters: `kinds`, from `windows`; ``visible_NC`` (bool): which of the C - N cached tokens, at positions 0, 1,
-    ..., and of the N new ones, at ``positions_N``, are on each new token's path; `shape`: the mask's padded shape.
+    Parameters: `kinds`, from `attention_windows`; ``visible_NC`` (bool): which of the C - N cached tokens, at positions
+    0, 1, ..., and of the N new ones, at ``positions_N``, are on each new token's path; `shape`: the mask's padded
+    shape.
     """
     cached = torch.arange(visible_NC.shape[1] - len(positions_N), device=visible_NC.device)
     distance_NC = positions_N[:, None] - torch.cat([cached, positions_N])

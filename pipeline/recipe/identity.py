@@ -234,7 +234,7 @@ def regenerate_keys(recipe: Recipe) -> list[str]:
 
 
 def read_layers(tree: Tree) -> list[int | str]:
-    """Return the auxiliary layers of somebody else's resolved recipe, as `wanted_layers` does. Raises KeyError,
+    """Return the auxiliary layers of somebody else's resolved recipe, as `required_layers` does. Raises KeyError,
     TypeError or ValueError if it is not such a recipe.
     """
     if (layers := tree["features"]["auxiliary_layers"]) is None:

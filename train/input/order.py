@@ -43,7 +43,7 @@ class Reads:
         return read[np.argsort(next_S[read] % self._steps, kind="stable")].tolist()
 
     def count_made_shards(self, now: int, room: int, trainings: int = 1) -> int:
-        """Return how many shards are made for this many trainings, one after the other, by the rule of `Wanted`."""
+        """Return how many shards are made for this many trainings in a row, by the rule of `ShardRequest`."""
         held_shards, made = set[int](), 0
         for step in [*range(self._steps)] * trainings:
             request = ShardRequest(self.shards_by_next_use(step), now, room)

@@ -42,7 +42,7 @@ def require_version(python: str) -> str:
 
 @cache
 def find_version(python: str) -> str | None:
-    """Return the version of vLLM as `version_of` does, or None if it is not installed."""
+    """Return the version of vLLM as `require_version` does, or None if it is not installed."""
     script = (
         "import importlib.metadata as metadata, vllm_jakiro\n"
         f"assert vllm_jakiro.__version__ == {PACKAGE!r}\n"
