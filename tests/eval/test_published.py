@@ -183,7 +183,7 @@ def test_what_is_not_there_or_does_not_fit_is_refused(tree, release, hub, tmp_pa
     [
         ("jakiro", "a/b@main", "'a/b@main': expected OWNER/NAME@COMMIT of the Hub, the commit in 40 hex digits"),
         ("jakiro", f"/a/folder@{HEAD}", "expected OWNER/NAME@COMMIT"),
-        ("eagle", f"a/b@{HEAD}", r"published\.eagle is no draft"),
+        ("eagle", f"a/b@{HEAD}", r"published\.eagle is not a draft with weights"),
     ],
 )
 def test_what_names_no_commit_of_a_draft_is_refused(tree, name, address, message):

@@ -257,12 +257,12 @@ def test_longrope_ends_where_it_would_turn_all_positions_otherwise(families, dia
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "qwen3_next": ({}, "linear_attention layers.* cannot be taken back"),
-    "mamba": ({}, "linear_attention layers.* cannot be taken back"),
-    "jamba": ({}, "linear_attention layers.* cannot be taken back"),
-    "recurrent_gemma": ({}, "linear_attention layers.* cannot be taken back"),
-    "falcon_h1": ({}, "hybrid layers.* cannot be taken back"),
-    "rwkv": ({}, r"recurrent layers \(rwkv\).* cannot be taken back"),
+    "qwen3_next": ({}, "linear_attention layers.* a rejected one cannot be removed"),
+    "mamba": ({}, "linear_attention layers.* a rejected one cannot be removed"),
+    "jamba": ({}, "linear_attention layers.* a rejected one cannot be removed"),
+    "recurrent_gemma": ({}, "linear_attention layers.* a rejected one cannot be removed"),
+    "falcon_h1": ({}, "hybrid layers.* a rejected one cannot be removed"),
+    "rwkv": ({}, r"recurrent layers \(rwkv\).* a rejected one cannot be removed"),
     "llama4_text": ({}, "chunked_attention layers.* where its chunk begins"),
     "bloom": ({}, "ALiBi.* along the cache"),
     "gpt_neo": ({"attention_types": [[["global", "local"], 1]]}, "local layers.* along the cache"),

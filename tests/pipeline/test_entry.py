@@ -61,10 +61,10 @@ from pipeline.running.stages import Stage, run_stage
 inner = '''
 import os, sys, time
 from pathlib import Path
-from pipeline.basics.progress import Progress, publish
+from pipeline.basics.progress import Progress, set_record_path
 from pipeline.running import entry
 def main():
-    publish(Path(sys.argv[1]), "dump")
+    set_record_path(Path(sys.argv[1]), "dump")
     with Progress("dump", 9000, "tokens") as progress:
         progress.reach(7000, in_work=4000)
         print(os.getpid(), flush=True)

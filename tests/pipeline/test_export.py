@@ -366,10 +366,14 @@ def test_the_embeddings_scale_is_in_fc_and_the_chain_is_the_same(released, impor
         (DFlashConfig(window=64), "sglang", "window=64: sglang has no such draft"),
         (DFlashConfig(causal=True), "transformers", "causal=True: transformers has no such draft"),
         (DSparkConfig(rank=4), "sglang", "sglang cannot load drafts of kind dspark: export to vllm"),
-        (DSparkConfig(rank=4, vocabulary=100), "vllm", "vocabulary=100: vLLM wants the target's whole one"),
+        (DSparkConfig(rank=4, vocabulary=100), "vllm", "vocabulary=100: vLLM requires the target's full vocabulary"),
         (PEagleConfig(), "sglang", "sglang cannot load drafts of kind p-eagle: export to vllm"),
         (MedusaConfig(), "sglang", "sglang cannot load drafts of kind medusa: export to vllm"),
-        (SmallLlamaConfig(width=32, vocabulary=100), "vllm", "vocabulary=100: vLLM wants the target's whole one"),
+        (
+            SmallLlamaConfig(width=32, vocabulary=100),
+            "vllm",
+            "vocabulary=100: vLLM requires the target's full vocabulary",
+        ),
         (MedusaConfig(own_head=False), "vllm", "own_head=False: vLLM's heads are their own"),
     ],
 )

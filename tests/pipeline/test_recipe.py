@@ -125,7 +125,7 @@ def misspelt(key: str, nearest: str) -> str:
         (["eval.methods.main.tree={siblings='drawn'}"], "siblings='drawn' needs a static tree"),
         (
             ["eval.methods.other.tree={depth=2, top_k=2, nodes=4, candidates='decoupled'}"],
-            "needs several experts a token",
+            "needs several experts that predict each next token",
         ),
         (["draft.main.contrast=none", "eval.methods.main.tree.parallel=2"], "this draft can take 1"),
         (["draft.main.experts_per_token=1"], "experts_per_token=1: expected at least 2"),

@@ -40,7 +40,11 @@ def test_the_replay_counts_what_decoding_does(loaded_target, text, half_taught, 
     prompt, sampling = text[0], Sampling(24, NEVER, temperature=temperature, seed=0)
     answer = decode_plain(loaded_target, prompt, sampling).tokens
     tokens = prompt + answer
-    states, taus, choices = loaded_target.states(tokens[:-2], draft.needs.auxiliary), set(), draft.config.parallels
+    states, taus, choices = (
+        loaded_target.states(tokens[:-2], draft.needs.auxiliary),
+        set(),
+        draft.config.parallel_choices,
+    )
     deepest = 6 if name == "gumiho" else 4
     most = max(parallel for depth in range(1, deepest + 1) for parallel in choices(depth))
     largest = TreeConfig(depth=deepest, top_k=24, nodes=deepest + 1, parallel=most)

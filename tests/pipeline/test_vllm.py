@@ -297,7 +297,7 @@ def test_a_node_with_another_version_of_the_engine_dumps_nothing(
     [
         ("other", r"vllm 0.0.0 does not compute the states of .*relative error \d.*last \d"),
         # The message names the first token that differs (vllm#56417).
-        ("text", r"changes the text while it captures .* says token \d+ .*, not \d+ "),
+        ("text", r"changes the text while it captures .* generates token \d+ .*, not \d+ "),
     ],
 )
 def test_an_engine_that_computes_or_says_something_else_dumps_nothing(

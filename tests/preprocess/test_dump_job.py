@@ -268,12 +268,12 @@ from pipeline.artifacts.features import feature_spec
 from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.load import load_recipe
 from pipeline.running import entry
-from preprocess.dump.plan import Plan
+from preprocess.dump.plan import DumpPlan
 from preprocess.dump.worker import FeatureWorker
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 recipe = load_recipe(sys.argv[1])
-task = next(iter(Plan(recipe, load_tokenizer(recipe.target)).tasks()))
+task = next(iter(DumpPlan(recipe, load_tokenizer(recipe.target)).tasks()))
 worker = FeatureWorker(recipe, Path(sys.argv[2]), feature_spec(recipe))
 resource.setrlimit(resource.RLIMIT_FSIZE, (8000, resource.RLIM_INFINITY))
 entry.run(lambda: worker.work(task))

@@ -162,7 +162,7 @@ def test_what_is_damaged_here_only_is_fetched_again(dumped, tmp_path):
     name = sorted(expected)[0]
     flip(recipe.paths.features / name)
     arguments = [str(recipe.paths.features), "--rows", "0"]
-    with pytest.raises(PipelineError, match="give the one that it was dumped with"):
+    with pytest.raises(PipelineError, match="name the one that it was dumped with"):
         call(verify.main, *arguments, "--repair")
     call(verify.main, *arguments, "--recipe", str(recipe_file))
     assert sha256(recipe.paths.features / name) == expected[name] and Store(url).sizes() == before

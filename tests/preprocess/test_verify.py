@@ -63,7 +63,7 @@ def test_a_whole_folder_passes_and_its_rows_are_the_targets(dumped, tmp_path, ca
     assert f"{shards} of {shards} tables and shards are whole; complete: True" in output
     assert re.search(r"16 rows forwarded again: largest relative error of a row 0\.00", output)
     shutil.copytree(features, tmp_path / "run/features", ignore=shutil.ignore_patterns("own-recipe.json"))
-    with pytest.raises(PipelineError, match="give the one that it was dumped with, --recipe RECIPE"):
+    with pytest.raises(PipelineError, match="name the one that it was dumped with, --recipe RECIPE"):
         call(main, str(tmp_path / "run/features"))
     call(main, str(tmp_path / "run/features"), "--rows", "0")
     assert "complete: True" in capsys.readouterr().out
