@@ -48,7 +48,7 @@ CALLING = """
 import os, sys
 from pipeline.running import children, entry
 def main():
-    with children.started([sys.executable, "-c", {inner!r}], os.environ) as process:
+    with children.start_command([sys.executable, "-c", {inner!r}], os.environ) as process:
         process.wait()
 children.TERMINATION_SECONDS = 1
 entry.run(main)
