@@ -225,11 +225,8 @@ class _Run:
                     break
                 shown = self._train_step(micro_batches)
                 seconds = time.monotonic() - begin
-                speed, waited = (
-                    (self._state.trained_tokens - before) / seconds,
-                    (self._store.seconds_waited - idle) / seconds,
-                )
-                shown |= {"tokens/s": f"{speed:,.0f}", "waiting": f"{waited:.0%}"}
+                tokens, waited = self._state.trained_tokens - before, self._store.seconds_waited - idle
+                shown |= {"tokens/s": f"{tokens / seconds:,.0f}", "waiting": f"{waited / seconds:.0%}"}
                 progress.reach(self._engine.step, **shown)
                 yield self._engine.step
 
@@ -320,9 +317,8 @@ class _Run:
         draft = self._updated_copy()
         with fail_together():
             if not self._estimated_methods:
-                self._estimated_methods = acceptance.tree_and_chain(draft, self._tree) | acceptance.load_hybrids(
-                    self._recipe, self._name, draft
-                )
+                hybrids = acceptance.load_hybrids(self._recipe, self._name, draft)
+                self._estimated_methods = acceptance.tree_and_chain(draft, self._tree) | hybrids
             rank, ranks = self._engine.rank, self._engine.ranks
             rank_counts = acceptance.estimate_acceptance(
                 draft, self._estimated_methods, self._answers, rank, ranks, report_part

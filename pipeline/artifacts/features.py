@@ -24,6 +24,7 @@ from pipeline.lm.template import template_settings
 from pipeline.recipe.identity import calibration_hash, digest, dump_hash, dump_hash_with, dump_keys, required_layers
 from pipeline.recipe.recipe import Recipe
 
+SHARDS_MADE = "train shards made"  # in the feeder's last line, which a run shows
 Find = Callable[[], Recorded | None]  # returns the recipe next to features
 
 

@@ -23,7 +23,7 @@ from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.untrusted import TrainingFacts, parse_untrusted
 
 
-def download_published(recipe: Recipe, say: Callable[[str], None] = print) -> None:
+def download_published(recipe: Recipe, report_line: Callable[[str], None] = print) -> None:
     """Download the recipe's published drafts that are not in its run yet, with a line on each. Raises PipelineError."""
     for name in sorted(recipe.published):
         draft_folder = recipe.paths.draft(name)
@@ -37,7 +37,7 @@ def download_published(recipe: Recipe, say: Callable[[str], None] = print) -> No
             facts = {"repository": repository, "revision": revision}
             save_draft = adopt if has_own_format(folder) else import_draft
             save_draft(folder, recipe, name, facts)
-            say(f"{name}: fetched from {repository}, revision {revision}")
+            report_line(f"{name}: fetched from {repository}, revision {revision}")
 
 
 def has_own_format(folder: Path) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.artifacts.features import shard_request_file
+from pipeline.artifacts.features import SHARDS_MADE, shard_request_file
 from pipeline.artifacts.published import download_published
 from pipeline.artifacts.reports import REPORT, TABLE, describe_faster_drafts, eval_state, read_report, read_rows
 from pipeline.basics.errors import PipelineError
@@ -151,7 +151,9 @@ def run_stage(recipe: Recipe, stage: Stage) -> None:
             error.add_note(event.lost)
         raise
     if stage.feeder:
-        screen.write_line(f"feed: {(logs / 'feed.log').read_text().splitlines()[-1]}")
+        lines = [line for line in (logs / "feed.log").read_text().splitlines() if SHARDS_MADE in line]
+        for line in lines[-1:]:  # a library may print after it
+            screen.write_line(f"feed: {line}")
 
 
 def _has_ended(title: str, log: Path, process: subprocess.Popen) -> bool:

@@ -16,7 +16,7 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
-from pipeline.artifacts.features import open_store, read_shard_request, shard_request_file
+from pipeline.artifacts.features import SHARDS_MADE, open_store, read_shard_request, shard_request_file
 from pipeline.artifacts.provenance import read_recorded
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import lock_folder
@@ -97,7 +97,7 @@ class _Feeder:
                 self._tokens += record.tokens
         self._remove(self._available)
         shard_request_file(self._recipe).unlink(missing_ok=True)
-        return [f"{self._finished} train shards made, {len(self._available) or 'none'} left{self._describe_waiting()}"]
+        return [f"{self._finished} {SHARDS_MADE}, {len(self._available) or 'none'} left{self._describe_waiting()}"]
 
     def _add_idle_time(self) -> None:
         """Add the workers' idle time up to now. Call it before the set of shards in work changes."""
