@@ -105,7 +105,7 @@ class Counters:
         names = (f"{VLLM_PREFIX}{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens"))
         return Counts(*(total[name] for name in names), dict(sorted(places.items())))
 
-    def since(self, before: "Counters") -> Counts:
+    def count_since(self, before: "Counters") -> Counts:
         """Return the counts since `before`. Raise PipelineError if the two are not of one run of the server, or hold a
         value that is no count.
         """
@@ -308,7 +308,7 @@ def subtract_counters(before: Counters | None, after: Counters | None, left_out:
     """
     if not (before and after):
         raise PipelineError("/metrics had the counters only before it, or only after it")
-    counts = after.since(before)
+    counts = after.count_since(before)
     if left_out:
         raise PipelineError("answers are left out, and /metrics counts their passes")
     return counts

@@ -100,10 +100,10 @@ def _run(recipe: Recipe, folder: Path, made_by: dict[str, Any]) -> None:
     write_provenance(folder, recipe)
     write_sealed(folder / MANIFEST, {"made_by": made_by})
 
-    def finished(index: int) -> Part | None:
+    def find_finished(index: int) -> Part | None:
         return Part(**journal[index]) if index in journal else None
 
-    tasks = (task for task in _tasks(recipe, intake, skipped) if not task.is_done(finished(task.index), recipe))
+    tasks = (task for task in _tasks(recipe, intake, skipped) if not task.is_done(find_finished(task.index), recipe))
     start = sum(_count_dialogues(Part(**journal[index])) for index in journal)
     with Progress("regenerate", recipe.regenerate.max_dialogues or 0, "dialogues", start=start) as progress:
         for part in run_tasks(

@@ -89,7 +89,7 @@ def _open_texts(folder: Path, manifest: Manifest, damaged: dict[str, str]) -> di
             damaged |= dict.fromkeys(tables or [text_name(split)], str(error))
             continue
         first = 0
-        for record, part in zip(manifest.of(split), part_starts(manifest.of(split)), strict=True):
+        for record, part in zip(manifest.shards_of(split), part_starts(manifest.shards_of(split)), strict=True):
             texts[record.name] = usable, first, part
             first += record.rows
     return texts

@@ -103,7 +103,7 @@ def test_a_preset_writes_what_the_papers_recipe_held(name, tmp_path):
     assert recipe.train == TrainConfig(**trained(name), ranks=4, keep="best")
     assert recipe.draft == {name: load_settings(DRAFT[name])}
     method = Method(tree=TreeConfig(**TREES.get(name, {})))
-    assert recipe.tree(name) == method.resolved(recipe.draft[name], name, TreeConfig()).resolved_tree
+    assert recipe.tree(name) == method.resolve(recipe.draft[name], name, TreeConfig()).resolved_tree
     data = recipe.data
     assert (data.max_length, data.max_dialogues) == (2048, DIALOGUES.get(name, 68_000))
     assert data.source.endswith("ShareGPT_Vicuna_unfiltered/ShareGPT_V3_unfiltered_cleaned_split.json")

@@ -19,6 +19,14 @@ VAGUE = """
 """
 # A docstring that begins with one of these describes, and names neither an action nor a thing.
 OPENERS = "what of by how whether where why who whose which from with to in on at for as than that"
+# A function begins with a verb, or with a noun that it returns: neither with one of these, nor is it one participle.
+# (`of` names a second constructor, `to`, `as`, `with` and `without` are a conversion's standard words.)
+ADVERBS = "over through until before after now since ahead either too more by at are behind beside other each about"
+PARTICIPLES = """
+    broken chosen copied drawn ended failed finished found given held hidden kept known left lost made merged needed
+    opened packed parsed processed resolved restricted scaled seen sent sorted spent stored taken trimmed used verified
+    written
+"""
 DOCUMENTED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
 
 
@@ -78,6 +86,36 @@ def test_a_public_class_name_exists_once(folders):
     nodes = chain.from_iterable(map(ast.walk, trees(folders).values()))
     classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef) and not node.name.startswith("_"))
     assert not [name for name, count in classes.items() if count > 1]
+
+
+def is_no_verb(name: str) -> bool:
+    word = name.strip("_").lower()
+    return word in PARTICIPLES.split() or word.split("_")[0] in ADVERBS.split()
+
+
+@cache
+def functions(folders: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Return (place, name) of every function that is called: a property is a noun, or an adjective."""
+    nodes = [(path, node) for path, tree in trees(folders).items() for node in ast.walk(tree)]
+    return [
+        (f"{path.relative_to(ROOT)}:{node.lineno}", node.name)
+        for path, node in nodes
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and not any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+    ]
+
+
+def test_functions_are_verbs():
+    """Rule of the source alone: a test's fixtures are named after the things that they return."""
+    assert not [place for place, name in functions(SOURCE) if is_no_verb(name)]
+    assert len(functions(SOURCE)) > 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "is_odd"), [("_opened", True), ("over_ids", True), ("open_set", False), ("now", True)]
+)
+def test_a_participle_is_no_verb(name, is_odd):
+    assert is_no_verb(name) is is_odd
 
 
 @pytest.mark.parametrize(

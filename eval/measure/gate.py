@@ -115,7 +115,9 @@ class Gatekeeper:
         """
         chain = build_tree(ids[-1], answer[:-1], list(range(len(answer) - 1)), self._target.device)
         logits_TV = self._uncached_logits([*ids, *answer[:-1]], len(answer))
-        p_TV = sampling.probabilities(logits_TV, sampling.before(ids, [], chain, logits_TV.device)).double().cpu()
+        p_TV = (
+            sampling.probabilities(logits_TV, sampling.collect_before(ids, [], chain, logits_TV.device)).double().cpu()
+        )
         token_T = p_TV.gather(1, torch.tensor(answer)[:, None])
         before_T = (p_TV * (p_TV > token_T)).sum(-1)
         part_T = torch.rand(len(answer), generator=torch.Generator().manual_seed(sampling.seed), dtype=torch.float64)
@@ -140,7 +142,7 @@ class Gatekeeper:
             return False
         end = max(place + 1, min(DRIFT_ROWS, len(expected)))
         rows = self._rows(tuple(ids), tuple(expected[:end]), max(end - DRIFT_ROWS, 0))
-        before = sampling.before([*ids, *expected[:place]], [], None, logits_V.device)
+        before = sampling.collect_before([*ids, *expected[:place]], [], None, logits_V.device)
         chosen = int(sampling.choose(logits_V[None], before, Sampler(sampling.seed), [place])[0])
         drift = (logits_V.float() - rows.uncached_TV[place - rows.first]).abs().max().item()
         if chosen != got[place] or not drift <= MAX_DRIFT_RATIO * rows.drift:
@@ -155,9 +157,9 @@ class Gatekeeper:
         tokens, and the answer is True.
         """
         place, *tokens = parting
-        cached_TV, uncached_TV = (sampling.scaled(x) for x in (rows.cached_TV, rows.uncached_TV))
-        plain_1V = sampling.processed(rows.cached_TV[place - rows.first][None], before)
-        if not torch.equal(plain_1V.isfinite(), sampling.processed(logits_V[None], before).isfinite()):
+        cached_TV, uncached_TV = (sampling.scale(x) for x in (rows.cached_TV, rows.uncached_TV))
+        plain_1V = sampling.process(rows.cached_TV[place - rows.first][None], before)
+        if not torch.equal(plain_1V.isfinite(), sampling.process(logits_V[None], before).isfinite()):
             return True
         if sampling.temperature == 0:
             cached_odds_T, uncached_odds_T = (x[:, tokens[0]] - x[:, tokens[1]] for x in (cached_TV, uncached_TV))

@@ -63,7 +63,7 @@ def load_prompts(name: str, config: BenchmarkConfig, recipe: Recipe) -> list[Ben
     if len(set(ids)) < len(ids):
         repeated = next(question_id for question_id in ids if ids.count(question_id) > 1)
         raise PipelineError(
-            f"benchmark {name}: {place} has question_id {repeated!r} twice: figures are computed by prompt"
+            f"benchmark {name}: {place} has question_id {repeated!r} twice, expected one prompt for each id"
         )
     count = config.prompts or len(prompts)
     if not prompts or len(prompts) < count:
@@ -74,7 +74,7 @@ def load_prompts(name: str, config: BenchmarkConfig, recipe: Recipe) -> list[Ben
         return prompts[:count]
     exchanges = [item.get("exchanges") for _, item in raw]
     if not all(map(_is_exchange_list, exchanges)):
-        raise PipelineError(f"benchmark {name}: {place} is without answers: remove it, and dump again (shards stay)")
+        raise PipelineError(f"benchmark {name}: {place} has no answers: remove it, and dump again (shards are kept)")
     return _fill_contexts(name, config.context, recipe, list(zip(prompts, exchanges, strict=True)), count)
 
 
@@ -130,7 +130,9 @@ def _fill_contexts(
             )
         filled_prompts.append(prompt)
     if not filled_prompts:
-        raise PipelineError(f"benchmark {name}: each question takes more than half of {smallest} tokens: say more")
+        raise PipelineError(
+            f"benchmark {name}: each question takes more than half of {smallest} tokens: measure a longer context"
+        )
     return filled_prompts
 
 

@@ -144,7 +144,7 @@ def _render_card(recipe: Recipe, repository: str, manifest: Manifest) -> str:
         recipe_hash=run_hash(recipe),
         repository=repository,
         manifest=manifest,
-        sets={name: manifest.of(name) for name in (*SPLITS, ANSWERS)},
+        sets={name: manifest.shards_of(name) for name in (*SPLITS, ANSWERS)},
         bytes=sum(record.bytes for record in manifest.files),
         code=revision(),
     )

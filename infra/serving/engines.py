@@ -209,7 +209,7 @@ class Vllm(ServingEngine):
         after = parse_counters(httpx2.get(f"{address}/metrics", timeout=PATIENCE).text)
         if before is None or after is None:  # plain decoding
             return EngineAnswer(answer, 0, 0, len(answer) - 1, seconds)
-        counted = after.since(before)
+        counted = after.count_since(before)
         return EngineAnswer(answer, counted.drafted, counted.accepted, counted.passes, seconds)
 
     def counts(self, answer: Generation, chain: int, tokens: int) -> tuple[int, int, int]:

@@ -77,7 +77,7 @@ class CheckpointConfig:
         for source in secondary.values():
             require_draft_in_bounds(source, "secondary")
         require_method_in_bounds(method)
-        method = method.resolved(config, method.draft, TreeConfig())
+        method = method.resolve(config, method.draft, TreeConfig())
         facts = DraftConfigFile.model_validate_json(json.dumps(raw)).model_dump(exclude_unset=True)
         if not isinstance(raw["training"], dict):
             raise TypeError("training is no object")
@@ -127,7 +127,7 @@ def save(
     write_weights(folder / WEIGHTS, weights)
     saved = CheckpointConfig(
         config=draft.config,
-        method=recipe.resolved(name),
+        method=recipe.resolve_method(name),
         secondary={},
         shapes=draft.shapes,
         target={

@@ -84,9 +84,9 @@ def feature_spec(recipe: Recipe) -> FeatureSpec:
     most = max_positions(config)
     if recipe.data.max_length > most < config.max_position_embeddings:
         raise PipelineError(
-            f"data.max_length={recipe.data.max_length}: with more than {most} tokens in a batch "
-            f"{recipe.target.model!r} turns all its positions otherwise (longrope), shorter dialogues' as well; set it "
-            f"to {most} or less"
+            f"data.max_length={recipe.data.max_length}: above {most} tokens in a batch {recipe.target.model!r} rotates "
+            "every position by other factors (longrope), also in the batch's shorter dialogues. Set it to "
+            f"{most} or less"
         )
     states, target = source_identity(recipe.target, layers), identify(recipe.target)
     return FeatureSpec(

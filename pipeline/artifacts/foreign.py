@@ -208,17 +208,19 @@ def _require_rope(path: Path, settings: dict[str, Any]) -> None:
         rope = as_object(f"{path}: {key}", settings.get(key) or {})
         kind, part = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor", 1)
         if any(isinstance(value, dict) for value in rope.values()):
-            raise PipelineError(f"{path}: {key} is given by kind of layer, and a draft here has one RoPE")
+            raise PipelineError(f"{path}: {key} is given for each kind of layer, expected one RoPE for all layers")
         if not isinstance(kind, str) or kind not in ROPES:
-            raise PipelineError(f"{path}: {key} is of kind {kind!r}, and only {', '.join(ROPES)} are computed here")
+            raise PipelineError(f"{path}: {key} is of kind {kind!r}, expected one of {', '.join(ROPES)}")
         if part != 1:
-            raise PipelineError(f"{path}: {key} turns {part} of a head, and only whole heads are turned here")
+            raise PipelineError(f"{path}: {key} rotates {part} of a head, expected whole heads")
         for name in ("factor", "rope_theta"):
             if name in rope and (type(rope[name]) not in (int, float) or rope[name] <= 0):
                 raise PipelineError(f"{path}: {key} has {name}={rope[name]!r}, expected a positive number")
         for name, value in (rope | ({"rope_type": kind} if rope.keys() - {"rope_theta"} else {})).items():
             if name != "type" and parameters.setdefault(name, value) != value:
-                raise PipelineError(f"{path}: {key} says {name}={value!r}, and {parameters[name]!r} stands elsewhere")
+                raise PipelineError(
+                    f"{path}: {key} says {name}={value!r}, but another key of the file says {parameters[name]!r}"
+                )
 
 
 def _resolve_window(path: Path, settings: dict[str, Any], positions: int) -> None:

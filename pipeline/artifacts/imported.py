@@ -119,7 +119,7 @@ def convert_draft(
         raise PipelineError(
             f"{source} does not fit draft.{name}: {' '.join(str(error).split())} Set the draft's keys as it was "
             "trained (fc_bias, vocabulary, mlp_width, expert_width, experts, contrast, frame); biases of q, k, v on "
-            "EAGLE's frame and experts that are no SwiGLU have no place in any"
+            "EAGLE's frame and experts other than SwiGLU cannot be imported"
         ) from None
     sums = ", ".join(map(sha256, files))
     return draft, result, {"from": source.name, "sha256": sums, "dropped": sorted(result.dropped)}
@@ -159,7 +159,7 @@ def _assign_tensors(
             if tensor.shape != target_tensor.shape or not torch.allclose(
                 tensor.float(), target_tensor.float(), rtol=2**-7, atol=1e-3
             ):
-                raise PipelineError(f"{name} is not the target's {part}: a draft with one of its own has no place here")
+                raise PipelineError(f"{name} differs from the target's {part}: a draft with its own cannot be imported")
             reason = f"it is the target's {part}"
         if reason:
             result.dropped.append(name)

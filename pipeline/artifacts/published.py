@@ -30,7 +30,7 @@ def download_published(recipe: Recipe, report_line: Callable[[str], None] = prin
         if not (draft_folder / checkpoint.CONFIG).exists():
             if (draft_folder / checkpoint.METRICS).exists():
                 raise PipelineError(
-                    f"{draft_folder} holds a training that was broken off: move it away, {name} is published"
+                    f"{draft_folder} holds an interrupted training, but published.{name} is set: move it away"
                 )
             repository, _, revision = recipe.published[name].partition("@")
             folder = download(repository, revision)

@@ -146,7 +146,7 @@ def read_report(path: Path) -> dict[str, Any]:
     _require_methods(path, report["drafts"], _AGAIN)
     for plot in report["plots"]:  # name -> SHA-256
         if not is_plain(plot) or not plot.endswith(".png"):
-            raise PipelineError(f"{path}: {plot!r} is no name of a plot beside it. {_AGAIN}")
+            raise PipelineError(f"{path}: {plot!r} is not the name of a plot in its folder. {_AGAIN}")
     return report
 
 
@@ -167,7 +167,9 @@ def _require_methods(path: Path, entries: dict[str, dict[str, Any]], instruction
         try:
             method_of(facts)
         except (KeyError, ValueError):
-            raise PipelineError(f"{path}: {name} is no method of this version of the project. {instruction}") from None
+            raise PipelineError(
+                f"{path}: {name} is not a method of this version of the project. {instruction}"
+            ) from None
 
 
 def read_release(folder: Path) -> dict[str, dict[str, str]]:
@@ -178,7 +180,7 @@ def read_release(folder: Path) -> dict[str, dict[str, str]]:
     release = read_sealed(path, _MOVE) if path.exists() else {"files": {}, "pending": {}}
     for listed in ("files", "pending"):
         if odd := [name for name in release.get(listed, [None]) if not is_inside(name)]:
-            raise PipelineError(f"{path}: {odd[0]!r} in {listed!r} is no name of a file beside it. {_MOVE}")
+            raise PipelineError(f"{path}: {odd[0]!r} in {listed!r} is not the name of a file in its folder. {_MOVE}")
     return release
 
 

@@ -57,7 +57,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    def affecting(self, result: Result) -> dict[str, Any]:
+    def settings_affecting(self, result: Result) -> dict[str, Any]:
         """Return the values, as JSON, of the keys that change a result."""
         metadata = {key: field.metadata for key, field in type(self).model_fields.items()}
         unaffecting = {

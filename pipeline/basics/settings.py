@@ -15,7 +15,7 @@ class Settings:
     def __post_init__(self):
         """Check the values. Subclasses override this; nested settings check themselves."""
 
-    def at_least(self, minimum: float, *names: str) -> None:
+    def require_at_least(self, minimum: float, *names: str) -> None:
         """Raise ValueError for a number below `least`; None passes."""
         for name in names:
             value = getattr(self, name)

@@ -36,7 +36,7 @@ class Sampler:
         self._generator = torch.Generator().manual_seed(second)
         self._numbers = torch.empty(0, HALVINGS, dtype=torch.float64)
 
-    def _through(self, place: int) -> Tensor:
+    def _draw_through(self, place: int) -> Tensor:
         while len(self._numbers) <= place:
             more = torch.rand(self.BLOCK, HALVINGS, generator=self._placed, dtype=torch.float64)
             self._numbers = torch.cat([self._numbers, more])
@@ -44,11 +44,11 @@ class Sampler:
 
     def numbers(self, place: int) -> Tensor:
         """Return the random numbers of the answer's token at `place`: float64 [HALVINGS]."""
-        return self._through(place)[place]
+        return self._draw_through(place)[place]
 
     def choose(self, p_NV: Tensor, places: list[int]) -> Tensor:
         """Choose row n's token [N] with the random numbers of the answer's ``places[n]``-th token."""
-        return draw_by_halving(p_NV, self._through(max(places))[places])
+        return draw_by_halving(p_NV, self._draw_through(max(places))[places])
 
     def accept(self, probability: float) -> bool:
         return torch.rand((), generator=self._generator, dtype=torch.float64).item() < probability

@@ -33,8 +33,8 @@ class TreeConfig(Settings):
     parallel: int | None = None  # number of last levels from one draft forward; default: the draft's maximum
 
     def __post_init__(self):
-        self.at_least(1, "depth", "top_k", "parallel")
-        self.at_least(2, "nodes")
+        self.require_at_least(1, "depth", "top_k", "parallel")
+        self.require_at_least(2, "nodes")
         for key, value in (DEFAULTS if self.paths is None else self._made_by_paths()).items():
             setting = getattr(self, key)
             if self.paths is not None and setting not in (value, None):
@@ -54,7 +54,7 @@ class TreeConfig(Settings):
 
     def _made_by_paths(self) -> dict[str, int]:
         """Return the settings that follow from `paths`. Raise ValueError for paths that form no tree."""
-        if self.paths != "eagle-1" and not _are_paths(self.paths):
+        if self.paths != "eagle-1" and not _is_path_list(self.paths):
             raise ValueError(f"paths={self.paths!r}: expected 'eagle-1' or lists of ranks, as in [[0], [1], [0, 0]]")
         nodes = {tuple(path) for path in static_paths(self.paths)}
         if len(nodes) < len(static_paths(self.paths)):
@@ -80,7 +80,7 @@ def chain(depth: int, parallel: int | None = None, candidates: Any = "plain") ->
     return TreeConfig(depth=depth, top_k=1, nodes=depth + 1, parallel=parallel, candidates=candidates)
 
 
-def _are_paths(paths: Any) -> bool:
+def _is_path_list(paths: Any) -> bool:
     lists = isinstance(paths, list) and bool(paths) and all(isinstance(path, list) and path for path in paths)
     return lists and all(type(rank) is int and rank >= 0 for path in paths for rank in path)
 
@@ -110,10 +110,10 @@ class Method(Settings):
     @property
     def resolved_tree(self) -> TreeConfig:
         """Return the tree of a complete method."""
-        assert self.tree is not None, "resolved() gives it a tree"
+        assert self.tree is not None, "resolve() gives it a tree"
         return self.tree
 
-    def resolved(self, support: "TreeSupport", draft: str, tree: TreeConfig) -> "Method":
+    def resolve(self, support: "TreeSupport", draft: str, tree: TreeConfig) -> "Method":
         """Return a copy with its draft's name and its resolved tree: its own, or else `tree`. Raise ValueError where
         the sources cannot fill that.
         """

@@ -46,7 +46,7 @@ class DraftOutput:
     experts_WKU: Tensor | None = None  # the experts' own logits of the next token, where the tree requests them
     log_weights_WK: Tensor | None = None  # their routing weights
 
-    def broken(self) -> Tensor:
+    def is_nonfinite(self) -> Tensor:
         """Return whether a logit is not finite: a bool on the device, so that the host does not wait for it here."""
         logits = [*self.logits_LWU, *([] if self.experts_WKU is None else [self.experts_WKU])]
         return ~torch.stack([part.sum(dtype=torch.float32) for part in logits]).isfinite().all()

@@ -43,7 +43,7 @@ class Sampling:
     repetition_penalty: float = 1.0  # of every token of prompt and answer so far
     seed: int = 0
 
-    def processed(self, logits_NV: Tensor, before_NL: Tensor | None) -> Tensor:
+    def process(self, logits_NV: Tensor, before_NL: Tensor | None) -> Tensor:
         """Return processed fp32 logits; ``before_NL`` are the tokens before each row's next one (only the penalty
         requires it).
         """
@@ -59,23 +59,25 @@ class Sampling:
         before: Any = before_NL  # where it is None, no remaining processor reads it
         return processors(before, logits_NV.float())
 
-    def scaled(self, logits_NV: Tensor) -> Tensor:
+    def scale(self, logits_NV: Tensor) -> Tensor:
         """Scale logits by the temperature alone."""
         return logits_NV.float() / self.temperature if self.temperature > 0 else logits_NV.float()
 
     def probabilities(self, logits_NV: Tensor, before_NL: Tensor | None = None) -> Tensor:
         """Return the probabilities that tokens are drawn from above temperature 0."""
-        return self.processed(logits_NV, before_NL).softmax(-1)
+        return self.process(logits_NV, before_NL).softmax(-1)
 
     def choose(self, logits_NV: Tensor, before_NL: Tensor | None, sampler: Sampler, places: list[int]) -> Tensor:
         """Return plain decoding's token [N] after each row: the argmax, or drawn with the random numbers of its
         position in the answer.
         """
         if self.temperature == 0:
-            return self.processed(logits_NV, before_NL).argmax(-1)
+            return self.process(logits_NV, before_NL).argmax(-1)
         return sampler.choose(self.probabilities(logits_NV, before_NL), places)
 
-    def before(self, prompt: list[int], answer: list[int], tree: Tree | None, device: torch.device) -> Tensor | None:
+    def collect_before(
+        self, prompt: list[int], answer: list[int], tree: Tree | None, device: torch.device
+    ) -> Tensor | None:
         """Return ``before_NL``: prompt and answer so far, and after them each node's path; rows are padded with a token
         that they contain already. None where no processor requires it.
         """
@@ -90,7 +92,7 @@ class Sampling:
         prefix_NP = to_device(tokens, device).expand(len(rows), -1)
         return torch.cat([prefix_NP, to_device(rows, device, torch.long).view(len(rows), longest)], dim=1)
 
-    def trimmed(self, tokens: list[int], already: int) -> tuple[list[int], bool]:
+    def trim(self, tokens: list[int], already: int) -> tuple[list[int], bool]:
         """Cut new tokens after the first stop id or at the limit; return them and whether decoding ends."""
         tokens = tokens[: self.max_new_tokens - already]
         stop = next((place for place, token in enumerate(tokens) if token in self.stop_ids), None)
@@ -134,21 +136,21 @@ class Stopwatch:
         self._exact = exact or device.type == "cpu"
         self.laps: dict[str, float] = defaultdict(float)
         self.calls: dict[str, int] = defaultdict(int)
-        self._begin = self.now()
+        self._begin = self.read()
 
-    def now(self) -> float:
+    def read(self) -> float:
         return synchronized_time(self._device)
 
     def total(self) -> float:
-        return self.now() - self._begin
+        return self.read() - self._begin
 
     def __call__(self, name: str, function: Callable, *arguments: Any) -> Any:
         self.calls[name] += 1
         if not self._exact:
             return function(*arguments)
-        begin = self.now()
+        begin = self.read()
         result = function(*arguments)
-        self.laps[name] += self.now() - begin
+        self.laps[name] += self.read() - begin
         return result
 
 
@@ -161,7 +163,7 @@ class Prefilled:
     states: States
     logits_V: Tensor
 
-    def taken(self) -> tuple[Cache, States, Tensor]:
+    def reset(self) -> tuple[Cache, States, Tensor]:
         """Reset to the state after the prompt: drop what an answer wrote after it."""
         self.cache.keep(len(self.prompt))
         return self.cache, self.states, self.logits_V
@@ -201,13 +203,13 @@ def decode_plain(
 ) -> Generation:
     """Decode autoregressively, one token a pass: the baseline."""
     sampler = Sampler(sampling.seed)
-    cache, _, logits_V = (prefilled or prefill(target, prompt, sampling.max_new_tokens)).taken()
+    cache, _, logits_V = (prefilled or prefill(target, prompt, sampling.max_new_tokens)).reset()
     watch = Stopwatch(target.device, exact=False)
     tokens: list[int] = []
     while True:
-        before = sampling.before(prompt, tokens, None, target.device)
+        before = sampling.collect_before(prompt, tokens, None, target.device)
         chosen = sampling.choose(logits_V[None], before, sampler, [len(tokens)]).tolist()
-        new, done = _ended_by(on_tokens, *sampling.trimmed(chosen, len(tokens)))
+        new, done = _pass_on(on_tokens, *sampling.trim(chosen, len(tokens)))
         tokens += new
         if done:
             return Generation(tokens, watch.total(), depths=[0] * len(tokens))
@@ -231,17 +233,17 @@ def decode_speculative(
     """
     draft, spec, sampler = method.draft, method.tree, Sampler(sampling.seed)
     layers, room = draft.needs.auxiliary, sampling.max_new_tokens + method.room(target.compiled)
-    cache, states, logits_V = (prefilled or prefill(target, prompt, room, layers)).taken()
+    cache, states, logits_V = (prefilled or prefill(target, prompt, room, layers)).reset()
     watch = Stopwatch(target.device, exact_split)
     draws = Draws(sampling, sampler)
-    before = sampling.before(prompt, [], None, target.device)
+    before = sampling.collect_before(prompt, [], None, target.device)
     first = int(sampling.choose(logits_V[None], before, sampler, [0])[0])
     generation = Generation([])
-    generation.tokens, done = _ended_by(on_tokens, *sampling.trimmed([first], 0))
+    generation.tokens, done = _pass_on(on_tokens, *sampling.trim([first], 0))
     generation.depths = [0] * len(generation.tokens)
     state, text = draft.open(), [*prompt, first]
     while not done:
-        tree = draft.propose(state, RoundInput(text, states.of(draft.needs)), spec, draws, watch)
+        tree = draft.propose(state, RoundInput(text, states.select(draft.needs)), spec, draws, watch)
         past = cache.length
         positions, visible = _layout(tree, past, target.device)
         states, logits_NV = watch(
@@ -254,7 +256,7 @@ def decode_speculative(
         states = states.rows([0, *path])
         emitted = [*(tree.tokens[node] for node in path), bonus]
         text += emitted
-        new, done = _ended_by(on_tokens, *sampling.trimmed(emitted, len(generation.tokens)))
+        new, done = _pass_on(on_tokens, *sampling.trim(emitted, len(generation.tokens)))
         generation.tokens += new
         generation.depths += [*range(1, len(path) + 1), 0][: len(new)]
         generation.untrimmed_tokens += len(emitted)
@@ -267,7 +269,7 @@ def decode_speculative(
     return generation
 
 
-def _ended_by(on_tokens: Listener, new: list[int], done: bool) -> tuple[list[int], bool]:
+def _pass_on(on_tokens: Listener, new: list[int], done: bool) -> tuple[list[int], bool]:
     """Return the tokens of a round that a listener keeps, and whether decoding ends."""
     end = on_tokens(new)
     return (new, done) if end is None else (new[:end], True)
@@ -296,7 +298,7 @@ def _verify(
 def _accept(
     tree: Tree, logits_NV: Tensor, sampling: Sampling, sampler: Sampler, prompt: list[int], answer: list[int]
 ) -> tuple[list[int], int]:
-    before = sampling.before(prompt, answer, tree, logits_NV.device)
+    before = sampling.collect_before(prompt, answer, tree, logits_NV.device)
     if tree.proposals is not None:
         return accept_drawn(tree, sampling.probabilities(logits_NV, before), sampler)
     places = [len(answer) + depth for depth in tree.depths]
@@ -304,8 +306,8 @@ def _accept(
         following = sampling.choose(logits_NV, before, sampler, places).tolist()  # the only wait for the device
         return accept_best(tree, following.__getitem__)
 
-    def chosen(node: int) -> int:  # a CPU needs no waiting, and most nodes are never reached
+    def choose_at(node: int) -> int:  # a CPU needs no waiting, and most nodes are never reached
         row_before = None if before is None else before[node : node + 1]
         return int(sampling.choose(logits_NV[node : node + 1], row_before, sampler, [places[node]])[0])
 
-    return accept_best(tree, chosen)
+    return accept_best(tree, choose_at)

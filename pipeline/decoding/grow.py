@@ -70,7 +70,7 @@ class Grower:
         self.draft, self.tree, self._state, self._timer, self._prefix_A = draft, tree, state, timer, prefix_A
         self.places, self.last = 1 if prefix_A is None else len(prefix_A), tree.forwards - 1
         self._receive(timer("draft", draft.start, state, inputs, self._request(0), self.places))
-        self.broken, self.device = self.output.broken(), self.output.logits_LWU[0].device
+        self.nonfinite, self.device = self.output.is_nonfinite(), self.output.logits_LWU[0].device
         self._visible_WC = torch.zeros(self.places, 0, dtype=torch.bool, device=self.device)
 
     def _request(self, depth: int) -> DraftRequest:
@@ -89,13 +89,13 @@ class Grower:
         prefix_W = None if self._prefix_A is None else self._prefix_A.repeat_interleave(len(rows_W) // self.places)
         frontier = Frontier(tokens_W, self.output.carry_WD[rows_W], self._visible_WC, depth, prefix_W)
         self._receive(self._timer("draft", self.draft.step, self._state, frontier, self._request(depth)))
-        self.broken = self.broken | self.output.broken()
+        self.nonfinite = self.nonfinite | self.output.is_nonfinite()
 
     def scores(self, offset: int) -> tuple[Tensor, Tensor]:
         """Return (ranking scores, node scores) by the last forward's rows. `offset` up to 0: of its next token; n: n
         tokens further.
         """
-        return rank_and_score(self.output, self.tree) if offset <= 0 else (ahead_scores(self.output, offset),) * 2
+        return rank_and_score(self.output, self.tree) if offset <= 0 else (score_ahead(self.output, offset),) * 2
 
     # -- the protocol `Expander` ----------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ def best_candidates(draft: Draft, ranked_WU: Tensor, scored_WU: Tensor, count: i
     return tokens, scored_WU.gather(1, chosen)
 
 
-def ahead_scores(output: DraftOutput, level: int) -> Tensor:
+def score_ahead(output: DraftOutput, level: int) -> Tensor:
     """Return log-probabilities of the token `level` levels below the last forward's own candidates."""
     return output.logits_LWU[level].float().log_softmax(-1)
 
@@ -233,7 +233,7 @@ def best_pool(
     """
     grower = Grower(draft, state, inputs, tree, timer)
     levels = list(dynamic_levels(grower, tree, 1, grower.device))
-    (pool,), failed = best_pools(levels, count, grower.broken)
+    (pool,), failed = best_pools(levels, count, grower.nonfinite)
     if failed:
         raise not_finite_error(draft)
     return pool
@@ -258,7 +258,7 @@ class _Siblings:
         self._processing, self._randomness = draws.processing, draws.randomness
         self._by_expert = tree.candidates == "decoupled"
 
-    def of(self, draft: Draft, output: DraftOutput, rows: Tensor, offset: int, count: int) -> tuple[Tensor, Tensor]:
+    def draw(self, draft: Draft, output: DraftOutput, rows: Tensor, offset: int, count: int) -> tuple[Tensor, Tensor]:
         """Draw the children of parents that have these `rows` of the last forward, `offset` levels below its own:
         return ``tokens (W, count)``, -1 where nothing is left to draw, and the distribution of each draw ``(W, count,
         V)``. Parents draw independently.
@@ -272,7 +272,7 @@ class _Siblings:
         return self._draw(draft, q_WKU, count, draft.target_vocabulary)
 
     def _draw(self, draft: Draft, q_WKU: Tensor, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-        q_WKV = _over_target_ids(draft, q_WKU.double(), vocabulary)
+        q_WKV = _expand_to_target_ids(draft, q_WKU.double(), vocabulary)
         free = torch.ones_like(q_WKV[:, 0])
         tokens, proposals = [], []
         for rank in range(count):
@@ -286,7 +286,7 @@ class _Siblings:
         return torch.stack(tokens, 1), torch.stack(proposals, 1)
 
 
-def _over_target_ids(draft: Draft, q: Tensor, vocabulary: int) -> Tensor:
+def _expand_to_target_ids(draft: Draft, q: Tensor, vocabulary: int) -> Tensor:
     if draft.token_ids_U is None:
         return q
     full = q.new_zeros(*q.shape[:-1], vocabulary)
@@ -323,7 +323,7 @@ def _grow_static(grower: Grower, root: int, siblings: _Siblings | None) -> Tree:
         parents, offset = list(dict.fromkeys(path[:-1] for path in layer.paths)), depth - grower.last
         parent_rows = _index(tuple(rows[parent] for parent in parents), device)
         if siblings:
-            tokens_WC, proposals = siblings.of(grower.draft, grower.output, parent_rows, offset, layer.siblings)
+            tokens_WC, proposals = siblings.draw(grower.draft, grower.output, parent_rows, offset, layer.siblings)
         else:
             tokens_WC = _best(grower, offset, layer.siblings)[parent_rows]
         place_of = {parent: place for place, parent in enumerate(parents)}
@@ -339,7 +339,7 @@ def _grow_static(grower: Grower, root: int, siblings: _Siblings | None) -> Tree:
         rows = {layer.paths[place]: row for place, row in zip(layer.inner, above, strict=True)}
     # The copy is complete after the next line.
     drawn_from = torch.cat(proposals_of).to("cpu", non_blocking=True) if siblings else None
-    *numbers, failed = torch.cat([*tokens_of, grower.broken[None].long()]).tolist()  # the only wait for the device
+    *numbers, failed = torch.cat([*tokens_of, grower.nonfinite[None].long()]).tolist()  # the only wait for the device
     if failed:
         raise not_finite_error(grower.draft)
     return _collect(root, paths, numbers, drawn_from, device)

@@ -33,7 +33,7 @@ def replay_decoding(method: LoadedMethod, states: States, tokens: list[int], beg
     to the last one. `states` are the target's along the text (at least of all tokens but the last).
     """
     draft, acceptance, consumed, end = method.draft, Acceptance(), 0, begin
-    state, states_TSD = draft.open(), states.of(draft.needs)
+    state, states_TSD = draft.open(), states.select(draft.needs)
     while end < len(tokens) - 1:  # `end`: the last emitted token
         inputs = RoundInput(tokens[: end + 1], states_TSD[consumed:end])
         tree, following = draft.propose(state, inputs, method.tree, None), [*tokens[end + 1 :], -1]
@@ -59,7 +59,7 @@ def make_counter(draft: Draft, states: States, tokens: list[int], begin: int, la
     if begin == len(tokens) - 1:
         return lambda tree: Acceptance()  # a text of one token has no round
     if isinstance(draft, Sources):
-        return _of_sources(draft, record_replay(draft.draft, states, tokens, begin, largest), tokens, begin)
+        return _count_sources(draft, record_replay(draft.draft, states, tokens, begin, largest), tokens, begin)
     if not draft.stepwise:
         return lambda tree: replay_decoding(LoadedMethod(draft, tree), states, tokens, begin)
     return record_replay(draft, states, tokens, begin, largest).counter()
@@ -144,16 +144,19 @@ def _ranks(levels: list[Level], following_AS: Tensor) -> Tensor:
     return torch.stack(out, dim=1).cummax(dim=1).values
 
 
-def _of_sources(sources: Sources, drafted: Replay, tokens: list[int], begin: int) -> Counter:
+def _count_sources(sources: Sources, drafted: Replay, tokens: list[int], begin: int) -> Counter:
     """Return the counter of several sources; `drafted` is the replay of the draft's proposals."""
     positions, state, deepest = range(begin, len(tokens) - 1), sources.open(), max(CHAIN, drafted.following_AS.shape[1])
-    copied = [sources.copied(state, RoundInput(tokens[: position + 1], torch.zeros(0, 0, 1))) for position in positions]
+    copied = [
+        sources.propose_copies(state, RoundInput(tokens[: position + 1], torch.zeros(0, 0, 1)))
+        for position in positions
+    ]
 
     @cache
     def ranks(tree: TreeConfig) -> Tensor:
         out = []
         for position, pool, copies in zip(positions, drafted.pools(tree, POOL), copied, strict=True):
-            found_ranks = sources.merged(pool, copies).ranks(tokens[position + 1 : position + 1 + deepest])
+            found_ranks = sources.merge_pools(pool, copies).ranks(tokens[position + 1 : position + 1 + deepest])
             out.append([*found_ranks, *[ABSENT] * (deepest - len(found_ranks))])
         return torch.tensor(out)
 
@@ -167,7 +170,7 @@ def record_replay(draft: Draft, states: States, tokens: list[int], begin: int, t
     the tree's depth, top_k and parallel are the maxima of later requests. Raise PipelineError where a logit is not
     finite.
     """
-    state, states_TSD, consumed, blocks = draft.open(), states.of(draft.needs), 0, []
+    state, states_TSD, consumed, blocks = draft.open(), states.select(draft.needs), 0, []
     positions = range(begin, len(tokens) - 1)  # a place is named by its last emitted token
     for first in range(0, len(positions), block := max(1, FORWARDED // tree.top_k)):
         block_ends = positions[first : first + block]
@@ -202,7 +205,7 @@ def _record(grower: Grower) -> list[_Forward]:
         above, first = first, first + level.scores_AC.shape[1]
         if not draft.config.levels_of(depth):
             break
-    if grower.broken:
+    if grower.nonfinite:
         raise not_finite_error(draft)
     return out
 

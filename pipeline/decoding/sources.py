@@ -170,17 +170,17 @@ class Sources:
         self, state: _State, inputs: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = call_untimed
     ) -> Tree:
         drafted = self.draft.pool(state.draft, inputs, tree, POOL, timer)
-        merged = self.merged(drafted, self.copied(state, inputs))
+        merged = self.merge_pools(drafted, self.propose_copies(state, inputs))
         return merged.tree(inputs.tokens[-1], tree.nodes, inputs.states_TSD.device)
 
-    def copied(self, state: _State, inputs: RoundInput) -> dict[str, CandidatePool]:
+    def propose_copies(self, state: _State, inputs: RoundInput) -> dict[str, CandidatePool]:
         """Return the proposals of the secondary sources."""
         count = COPIED.nodes - 1
         return {
             name: source.pool(state.secondary[name], inputs, COPIED, count) for name, source in self.secondary.items()
         }
 
-    def merged(self, drafted: CandidatePool, copied: dict[str, CandidatePool]) -> Merged:
+    def merge_pools(self, drafted: CandidatePool, copied: dict[str, CandidatePool]) -> Merged:
         pools = [(self.draft, drafted), *((self.secondary[name], pool) for name, pool in copied.items())]
         return merge([(pool, _probabilities(source, pool)) for source, pool in pools])
 

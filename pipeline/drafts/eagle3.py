@@ -84,7 +84,7 @@ class TrainingTimeTestConfig(Eagle3FrameConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least(1, "ttt_steps")
+        self.require_at_least(1, "ttt_steps")
 
     def terms(self, step: int) -> list[Term]:
         """Return the terms, including those of the forward passes on the draft's own features."""
@@ -194,7 +194,7 @@ def engine_config(
 
 def _speculators(layer: dict[str, Any], export: Export) -> dict[str, Any]:
     if export.target.count("/") != 1:
-        raise PipelineError(f"the target is {export.target!r}, which no engine finds: say --target OWNER/NAME")
+        raise PipelineError(f"the target is {export.target!r}, expected a name of the Hub: give --target OWNER/NAME")
     return {
         "architectures": [export.architecture],
         "speculators_model_type": "eagle3",

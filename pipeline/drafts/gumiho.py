@@ -46,7 +46,7 @@ class GumihoConfig(DenseConfig, EagleFrameConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least(0, "regression_steps")
+        self.require_at_least(0, "regression_steps")
 
     def levels_of(self, number: int) -> int:
         return 1 if number < SERIAL else MLPS if number == SERIAL else 0

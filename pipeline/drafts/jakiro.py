@@ -48,9 +48,9 @@ class ExpertsConfig(Settings):
 
     def __post_init__(self):
         super().__post_init__()  # of the frame
-        self.at_least(2, "experts", "experts_per_token")
-        self.at_least(1, "expert_width")
-        self.at_least(0, "balance_loss")
+        self.require_at_least(2, "experts", "experts_per_token")
+        self.require_at_least(1, "expert_width")
+        self.require_at_least(0, "balance_loss")
         if self.experts_per_token > self.experts:
             raise ValueError(f"experts_per_token={self.experts_per_token} is more than experts={self.experts}")
 

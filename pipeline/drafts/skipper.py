@@ -287,7 +287,7 @@ class Skipper(TextDrafting, TrainedDraft):
 
     def _refuse(self, reason: str) -> NoReturn:
         name = type(self.embed_head.decoder).__name__
-        raise PipelineError(f"draft {self.name!r}: blocks of its target cannot be passed by, since its {name} {reason}")
+        raise PipelineError(f"draft {self.name!r}: tokens cannot skip blocks of its target, since its {name} {reason}")
 
     @torch.no_grad()
     def _try_out(self, decoder: Any) -> None:

@@ -53,7 +53,7 @@ class SmallLlamaConfig(VocabularyConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least(1, "layers", "width", "mlp_width")
+        self.require_at_least(1, "layers", "width", "mlp_width")
         if self.width % (2 * self.attention_heads):
             raise ValueError(f"width={self.width} is no even multiple of its {self.attention_heads} attention heads")
 

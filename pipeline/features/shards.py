@@ -126,7 +126,7 @@ class Manifest:
         odd = {*manifest.text, *(shard.split for shard in manifest.shards)}.difference(SPLITS)
         odd |= {shard.split for shard in manifest.answers} - {ANSWERS}
         names = set[str]()
-        for split, name, record in manifest._named():
+        for split, name, record in manifest._iterate_files():
             if split in odd or record.name != name or name in names:
                 raise PipelineError(
                     f"{path}: {record.name!r} (of {split!r}) is not one that a dump writes, or is listed twice. "
@@ -139,7 +139,7 @@ class Manifest:
         if not self.complete:
             raise PipelineError(f"{where}: the dump is not finished. Run it again: it resumes where it stopped")
 
-    def _named(self) -> Iterator[tuple[str, str, Record]]:
+    def _iterate_files(self) -> Iterator[tuple[str, str, Record]]:
         """Yield (set, expected name, record) of every file; the expected name follows from set and number."""
         for split, table in self.text.items():
             yield split, text_name(split), table
@@ -151,11 +151,13 @@ class Manifest:
     @property
     def files(self) -> list[Record]:
         """The records of all tables and shards."""
-        return [record for _, _, record in self._named()]
+        return [record for _, _, record in self._iterate_files()]
 
     def permanent_files(self, keep: str) -> list[Record]:
         """Return the files that stay on disk. With `keep` = "window" (`features.keep`), training's shards do not."""
-        temporary = {record.name for shard in self.of("train") for record in shard.files} if keep == "window" else set()
+        temporary = (
+            {record.name for shard in self.shards_of("train") for record in shard.files} if keep == "window" else set()
+        )
         return [record for record in self.files if record.name not in temporary]
 
     def save(self, folder: Path) -> None:
@@ -166,24 +168,24 @@ class Manifest:
         fields |= {"shards": list(map(_as_json, self.shards)), "answers": list(map(_as_json, self.answers))}
         write_sealed(folder / MANIFEST, fields, wide=True)
 
-    def of(self, name: str) -> list[ShardRecord]:
+    def shards_of(self, name: str) -> list[ShardRecord]:
         """Return the shards of a set."""
         return [record for record in (*self.shards, *self.answers) if record.split == name]
 
     def text_of(self, name: str) -> list[TextRecord]:
         """Return the parts of a set's table, in the order of its shards."""
-        parts = [record.text for record in self.of(name) if record.text is not None]
+        parts = [record.text for record in self.shards_of(name) if record.text is not None]
         return [self.text[name]] if name in self.text else parts
 
     def missing_rows(self, name: str) -> int:
         """Return the number of rows of a set's table that no shard holds: their shards were made while a training read
         them, and were deleted.
         """
-        held = sum(record.rows + len(record.rejected) for record in self.of(name))
+        held = sum(record.rows + len(record.rejected) for record in self.shards_of(name))
         return self.text[name].rows - held if name in self.text else 0
 
     def total(self, name: str, count: str) -> int:
-        return sum(getattr(record, count) for record in self.of(name))
+        return sum(getattr(record, count) for record in self.shards_of(name))
 
 
 _MANIFEST = TypeAdapter(Manifest)
@@ -304,13 +306,13 @@ class FeatureStore:
         manifest.require_complete(folder)
         self.stored = manifest.spec
         self.spec = replace(manifest.spec, auxiliary_layers=expected.auxiliary_layers)
-        self.records, self.texts = self._opened(folder, manifest, split)
+        self.records, self.texts = self._open_set(folder, manifest, split)
         self._starts = np.cumsum([0] + [record.rows for record in self.records])
         self._parts = part_starts(self.records)
 
-    def _opened(self, folder: Path, manifest: Manifest, split: str) -> tuple[list[ShardRecord], TextTable]:
+    def _open_set(self, folder: Path, manifest: Manifest, split: str) -> tuple[list[ShardRecord], TextTable]:
         """Return the records of the set's shards, and its texts, after opening the shards."""
-        if not (records := manifest.of(split)):
+        if not (records := manifest.shards_of(split)):
             raise PipelineError(
                 f"{folder} holds no {split!r} dialogues: raise data.max_tokens or enlarge the held-out split"
             )
@@ -354,7 +356,7 @@ def usable_texts(folder: Path, manifest: Manifest, split: str) -> TextTable:
     rows of the table, as many as it holds and rejects, or as many as its own text part has. Raises PipelineError.
     """
     table, usable, first = TextTable.open(folder, manifest.text_of(split), manifest.spec), [], 0
-    for record in manifest.of(split):
+    for record in manifest.shards_of(split):
         last = first + (record.text.rows if record.text else record.rows + len(record.rejected))
         rows = range(first, min(last, len(table)))
         usable += [row for row in rows if not record.rejected or table.doc_id(row) not in record.rejected]

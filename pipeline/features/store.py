@@ -33,10 +33,10 @@ class Store:
                 file_system, root = fsspec.url_to_fs(url)  # a scheme that pyarrow does not support
                 self._fs = fs.PyFileSystem(fs.FSSpecHandler(file_system))
         except (OSError, ValueError, ImportError) as error:
-            raise self._failed("opening", error) from None
+            raise self._access_error("opening", error) from None
         self._root = root.rstrip("/")
 
-    def _failed(self, action: str, error: Exception) -> PipelineError:
+    def _access_error(self, action: str, error: Exception) -> PipelineError:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         return PipelineError(f"{self.name}: {action} failed: {reason}")
 
@@ -45,7 +45,7 @@ class Store:
         try:
             infos = self._fs.get_file_info(fs.FileSelector(self._root, allow_not_found=True))
         except OSError as error:
-            raise self._failed("listing", error) from None
+            raise self._access_error("listing", error) from None
         return {info.base_name: info.size for info in infos if info.is_file}
 
     def put(self, path: Path) -> None:
@@ -54,7 +54,7 @@ class Store:
                 self._fs.create_dir(self._root)
             fs.copy_files(str(path), f"{self._root}/{path.name}", fs.LocalFileSystem(), self._fs)
         except OSError as error:
-            raise self._failed(f"writing {path.name}", error) from None
+            raise self._access_error(f"writing {path.name}", error) from None
 
     def get(self, name: str, folder: Path, checksum: str | None = None) -> None:
         """Download an object into `folder`, complete or not at all. Raises PipelineError if its SHA-256 is not
@@ -64,7 +64,7 @@ class Store:
             try:
                 fs.copy_files(f"{self._root}/{name}", str(temporary), self._fs, fs.LocalFileSystem())
             except OSError as error:
-                raise self._unreadable(name, error) from None
+                raise self._read_error(name, error) from None
             if checksum is not None and sha256(temporary) != checksum:
                 raise PipelineError(
                     f"{self.name}: {name} is damaged there, its SHA-256 is not the manifest's. Dump it again: "
@@ -77,15 +77,15 @@ class Store:
             with self._fs.open_input_stream(f"{self._root}/{name}") as file:
                 return file.read()
         except OSError as error:
-            raise self._unreadable(name, error) from None
+            raise self._read_error(name, error) from None
 
     def manifest(self) -> Manifest:
         content, where = self.read(MANIFEST), f"{self.name}/{MANIFEST}"
         return Manifest.parse(parse_sealed(content, where, UNREADABLE), where)
 
-    def _unreadable(self, name: str, error: OSError) -> PipelineError:
+    def _read_error(self, name: str, error: OSError) -> PipelineError:
         if not self._missing(name):
-            return self._failed(f"reading {name}", error)
+            return self._access_error(f"reading {name}", error)
         return PipelineError(f"{self.name} has no {name}: dump the features first, or dump the missing file again")
 
     def _missing(self, name: str) -> bool:
@@ -99,4 +99,4 @@ class Store:
             self._fs.delete_file(f"{self._root}/{name}")
         except OSError as error:
             if not self._missing(name):
-                raise self._failed(f"deleting {name}", error) from None
+                raise self._access_error(f"deleting {name}", error) from None

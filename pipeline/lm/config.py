@@ -59,4 +59,4 @@ class TargetConfig(Section):
 
     def identity(self) -> dict[str, Any]:
         """Return what states depend on, except for rounding: not the device that computes them, nor the engine."""
-        return self.affecting("dump")
+        return self.settings_affecting("dump")

@@ -32,14 +32,14 @@ class LMHead(nn.Module):
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
 
-    def copied(self, device: torch.device, dtype: torch.dtype) -> "LMHead":
+    def copy_to(self, device: torch.device, dtype: torch.dtype) -> "LMHead":
         """Copy the head to the device. Weights that are mapped from a file go straight to a GPU."""
         weight, bias = (
             None if x is None else x.to(device, dtype, copy=True) for x in (self.linear.weight, self.linear.bias)
         )
         return LMHead(weight, bias, self.scale, self.softcap)
 
-    def restricted(self, ids_U: Tensor) -> "LMHead":
+    def restrict(self, ids_U: Tensor) -> "LMHead":
         """Return the head over the ids of a reduced vocabulary."""
         bias = self.linear.bias
         return LMHead(self.linear.weight[ids_U], None if bias is None else bias[ids_U], self.scale, self.softcap)
@@ -70,5 +70,5 @@ class EmbeddingAndHead:
     def to(self, device: torch.device, dtype: torch.dtype) -> "EmbeddingAndHead":
         decoder = None if self.decoder is None else self.decoder.to(device)
         return EmbeddingAndHead(
-            self.embedding_VD.to(device, dtype), self.head.copied(device, dtype), self.fingerprint, decoder
+            self.embedding_VD.to(device, dtype), self.head.copy_to(device, dtype), self.fingerprint, decoder
         )

@@ -24,7 +24,7 @@ class States:
     auxiliary_NSD: Tensor | None = None  # outputs of decoder layers
     layers: tuple[int, ...] = ()  # their numbers, counted from 1
 
-    def of(self, needs: Needs) -> Tensor:
+    def select(self, needs: Needs) -> Tensor:
         """Return ``states_NSD`` in the order of `needs`; S may be 0. Nothing is copied where one of the two parts is
         sufficient.
         """

@@ -130,7 +130,7 @@ class Markers:
     opened: str  # after `answer` in a prompt, but not before earlier answers
     end: str  # after an answer
 
-    def are_in(self, text: str) -> bool:
+    def occur_in(self, text: str) -> bool:
         """Return whether the template has rendered a text. Markers that are plain words ("ASSISTANT:") may occur in
         any.
         """

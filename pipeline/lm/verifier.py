@@ -99,7 +99,7 @@ class Verifier:
         """
         if not layers:
             return self.capture(tokens_BT).unsqueeze(2)
-        with self._capturing(layers) as outputs:
+        with self._capture_layers(layers) as outputs:
             hidden_BTD = self.capture(tokens_BT)
         return torch.stack([hidden_BTD, *(outputs[layer] for layer in layers)], dim=2)
 
@@ -111,7 +111,7 @@ class Verifier:
         return States(states_TSD[:, 0], states_TSD[:, 1:] if layers else None, layers)
 
     @contextmanager
-    def _capturing(self, layers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
+    def _capture_layers(self, layers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
         """Fill the yielded dictionary with the layers' outputs during a forward of this thread."""
         new = set(layers) - set(self._hooks)
         for layer in new:
@@ -186,7 +186,7 @@ class Verifier:
         if self.compiled and past:
             decoder = self._compiled
             tokens_N, positions_N = (F.pad(x, (0, width - count)) for x in (tokens_N, positions_N))
-        capturing: Any = self._capturing(layers) if layers else nullcontext({})
+        capturing: Any = self._capture_layers(layers) if layers else nullcontext({})
         with capturing as outputs:
             output = decoder(
                 input_ids=tokens_N[None],

@@ -164,7 +164,7 @@ def _check_method(recipe: "Recipe", name: str, method: Method) -> Iterator[str]:
     if method.secondary and not recipe.draft[draft].trained:
         yield f".draft={draft!r} is not trained: it has no secondary sources"
     try:
-        recipe.resolved(name)
+        recipe.resolve_method(name)
     except ValueError as error:
         shared = f". Its tree is eval.tree: change that, or give it another in [eval.methods.{name}.tree]"
         yield f": {error}{'' if method.tree else shared}"

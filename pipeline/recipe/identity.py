@@ -44,7 +44,7 @@ def _engine(recipe: Recipe) -> Settings:
 def regenerate_settings(recipe: Recipe) -> Settings:
     """Return the settings that the answers of preprocess/regenerate.py depend on."""
     sections = {"data": recipe.data, "regenerate": recipe.regenerate}
-    settings = {name: section.affecting("regenerated") for name, section in sections.items()}
+    settings = {name: section.settings_affecting("regenerated") for name, section in sections.items()}
     return {"target": recipe.target.identity() | _engine(recipe), **settings, "seed": recipe.seed}
 
 
@@ -73,14 +73,20 @@ def dump_settings(recipe: Recipe) -> Settings:
     """Return the settings that the feature shards depend on. Workers, folders and batch sizes are not among them: they
     change rounding at most, and a dump whose batches were too large can continue with smaller ones.
     """
-    features = recipe.features.affecting("dump")
+    features = recipe.features.settings_affecting("dump")
     features["auxiliary_layers"] = required_layers(recipe)  # the target's fingerprint determines the number of a word
     features["stored_dtype"] = recipe.stored_dtype
-    settings = {"target": recipe.target.identity(), "data": recipe.data.affecting("dump"), "features": features}
+    settings = {
+        "target": recipe.target.identity(),
+        "data": recipe.data.settings_affecting("dump"),
+        "features": features,
+    }
     if recipe.data.answers == "source":
         return settings
     settings["data"]["answers"] = recipe.data.answers
-    return settings | _engine(recipe) | {"regenerate": recipe.regenerate.affecting("dump"), "seed": recipe.seed}
+    return (
+        settings | _engine(recipe) | {"regenerate": recipe.regenerate.settings_affecting("dump"), "seed": recipe.seed}
+    )
 
 
 def dump_hash(recipe: Recipe) -> str:
@@ -146,7 +152,7 @@ def train_settings(recipe: Recipe, draft: str) -> Settings:
     split of a global batch, schedules of I/O and monitoring are not among them. Its decoding tree and validation steps
     are only if the estimated tau decides which weights are kept.
     """
-    settings = recipe.training(draft).affecting("weights")
+    settings = recipe.training(draft).settings_affecting("weights")
     if not is_watched(recipe, draft):
         return {"train": {key: value for key, value in settings.items() if key != "validate_every"}}
     tree = recipe.eval.methods.get(draft, Method()).tree or recipe.eval.tree
@@ -171,9 +177,11 @@ def train_hash(recipe: Recipe, draft: str) -> str:
 def run_settings(recipe: Recipe) -> Settings:
     """Return the settings that the figures of a run depend on."""
     sections = {key: getattr(recipe, key) for key in type(recipe).model_fields}
-    settings = {key: value.affecting("figures") for key, value in sections.items() if isinstance(value, Section)}
+    settings = {
+        key: value.settings_affecting("figures") for key, value in sections.items() if isinstance(value, Section)
+    }
     drafts = {name: draft_settings(recipe, name) for name in recipe.draft}
-    return recipe.affecting("figures") | settings | {"draft": drafts}
+    return recipe.settings_affecting("figures") | settings | {"draft": drafts}
 
 
 def run_hash(recipe: Recipe) -> str:

@@ -90,19 +90,19 @@ class Recipe(Outline):
 
     # -- methods ---------------------------------------------------------------------------------------------------
 
-    def resolved(self, method: str) -> Method:
+    def resolve_method(self, method: str) -> Method:
         """Return a method with all defaults filled in. Raises ValueError if its sources cannot fill its tree."""
         entry = self.eval.methods.get(method, Method())
         draft = entry.draft or method
-        return entry.resolved(self.draft[draft], draft, self.eval.tree)
+        return entry.resolve(self.draft[draft], draft, self.eval.tree)
 
     @property
     def methods(self) -> dict[str, Method]:
         """All methods but the tuned ones, with defaults filled in: each draft alone, then those of ``eval.methods``."""
-        return {name: self.resolved(name) for name in {**dict.fromkeys(sorted(self.draft)), **self.eval.methods}}
+        return {name: self.resolve_method(name) for name in {**dict.fromkeys(sorted(self.draft)), **self.eval.methods}}
 
     def tree(self, method: str) -> TreeConfig:
-        return self.resolved(method).resolved_tree
+        return self.resolve_method(method).resolved_tree
 
     @property
     def tunable(self) -> list[str]:

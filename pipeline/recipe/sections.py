@@ -227,9 +227,7 @@ class BenchmarkConfig(Section):
     @model_validator(mode="after")
     def _for_named_ones(self):
         if self.path is not None and not self.source.startswith("benchmark:"):
-            raise ValueError(
-                f"path is the place of a 'benchmark:NAME', but source={self.source!r} is a place of its own"
-            )
+            raise ValueError(f"path applies to source='benchmark:NAME' only, got source={self.source!r}: leave it out")
         return self
 
     @property
@@ -286,13 +284,13 @@ class PublishConfig(Section):
     license: License  # the draft's license, as the Hub spells it; it has to agree with the target's and the data's
 
 
-def _at_commit(address: str) -> str:
+def _require_commit(address: str) -> str:
     if not ON_HUB.fullmatch(address):
         raise ValueError(f"{address!r}: expected OWNER/NAME@COMMIT of the Hub, the commit in 40 hex digits")
     return address
 
 
-def _folder(value: str) -> str:
+def _require_folder(value: str) -> str:
     if not value.strip() or not value.isprintable():
         raise ValueError(f"{value!r} names no folder: give one, such as runs/mine")
     return value
@@ -302,7 +300,7 @@ class Outline(Section):
     """A recipe whose drafts are not checked."""
 
     name: Runtime[Name]  # name of the run, and prefix of the released model's name
-    output: Runtime[Annotated[str, AfterValidator(_folder)]]  # the run's folder
+    output: Runtime[Annotated[str, AfterValidator(_require_folder)]]  # the run's folder
     seed: Annotated[int, Field(ge=0)] = 0  # seed of weights, orders and samples
     target: TargetConfig
     data: DataConfig
@@ -313,4 +311,4 @@ class Outline(Section):
     eval: EvalConfig
     publish: PublishConfig
     # Drafts that are downloaded instead of trained, each from its OWNER/NAME@COMMIT of the Hub.
-    published: dict[Name, Annotated[str, AfterValidator(_at_commit)]] = {}
+    published: dict[Name, Annotated[str, AfterValidator(_require_commit)]] = {}

@@ -16,7 +16,7 @@ from pipeline.running.crew import CUDA, HIP
 DEVICE_VARIABLES = (CUDA, "ZE_AFFINITY_MASK")
 
 
-def _chosen_by_environment() -> dict[str, str]:
+def _environment_choice() -> dict[str, str]:
     return {name: os.environ[name] for name in DEVICE_VARIABLES if os.environ.get(name)}
 
 
@@ -24,7 +24,7 @@ def env_assignments(gpus: list[int] | None) -> list[str]:
     """Return the recipe's choice, or else the user's, as arguments of `env`."""
     accelerator = torch.accelerator.current_accelerator()
     name = DEVICE_VARIABLES[accelerator is not None and accelerator.type == "xpu"]
-    chosen = {name: ",".join(map(str, gpus))} if gpus else _chosen_by_environment()
+    chosen = {name: ",".join(map(str, gpus))} if gpus else _environment_choice()
     return [f"{name}={value}" for name, value in chosen.items()]
 
 
@@ -36,9 +36,7 @@ def launch_command(launcher: list[str], script: str, train: TrainConfig, device:
     cannot read UUIDs. So the choice is hidden from it, and `env` sets it again in each rank.
     """
     chosen, ranks = env_assignments(train.gpus), train.ranks
-    unset_variables = (
-        ["env", *(f"--unset={name}" for name in _chosen_by_environment())] if _chosen_by_environment() else []
-    )
+    unset_variables = ["env", *(f"--unset={name}" for name in _environment_choice())] if _environment_choice() else []
     rank = [script]
     if chosen:  # without the hidden choice the launcher would count all accelerators
         ranks = train.ranks_of(1 if device == "cpu" else torch.accelerator.device_count())

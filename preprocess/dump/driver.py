@@ -81,10 +81,10 @@ def dump(recipe: Recipe) -> list[str]:
             manifest.complete = False
         if recipe.features.dump and not manifest.complete:
             raise PipelineError(
-                f"{recipe.features.store} is somebody's dump (features.dump={recipe.features.dump!r}): nothing can be "
-                "added to it, and it is not complete, or holds answers of other lengths, to other calibration prompts, "
-                "or of a target that ended them at other tokens. Set data.calibration_prompts and "
-                "features.answer_tokens as on its card, and restore the target's generation_config.json"
+                f"{recipe.features.store} is only read (features.dump={recipe.features.dump!r}), and it is incomplete, "
+                "or its answers have other lengths, other calibration prompts or other stop tokens. Set "
+                "data.calibration_prompts and features.answer_tokens as on its card, and restore the target's "
+                "generation_config.json"
             )
         if not manifest.complete and manifest.spec.recipe != dump_hash(recipe):
             raise PipelineError(
@@ -221,7 +221,7 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
     write_own_recipe(folder, recipe)
     factory, sets = worker_factory(recipe, folder, manifest.spec), _sets_to_store(recipe)
     if manifest.fed and "train" not in sets:  # a feeder made the train shards; those of a dump that kept all stay
-        manifest.shards = manifest.of("validation")
+        manifest.shards = manifest.shards_of("validation")
     done = sum(manifest.total(name, "tokens") for name in sets)
     with Progress("dump", 0, "tokens", start=done) as progress, writer, ExitStack() as stack:
         tables = {
@@ -284,7 +284,7 @@ def _require_accounted(recipe: Recipe, plan: DumpPlan, manifest: Manifest) -> No
     shards = manifest.shards
     if "train" not in _sets_to_store(recipe):  # the feeder raises an error for rejected texts
         remaining_rows = plan.accepted["train"] - sum(
-            shard.rows + len(shard.rejected) for shard in manifest.of("train")
+            shard.rows + len(shard.rejected) for shard in manifest.shards_of("train")
         )
         shards = [*shards, ShardRecord("", "train", 0, remaining_rows, plan.tokens["train"], 0, 0, "")]
     manifest.accounting = plan.accounting(shards)

@@ -68,7 +68,7 @@ class _Feeder:
         self._idle = 0.0  # seconds without work, as a mean over the workers
 
     def run(self) -> list[str]:
-        shards = self._manifest.of("train")
+        shards = self._manifest.shards_of("train")
         if self._store is None:
             broken = [
                 shard for shard, reason in zip(shards, find_all_damage(self._folder, shards), strict=True) if reason
@@ -83,7 +83,7 @@ class _Feeder:
         self._remove({shard.index for shard in broken})
         remove_unlisted(self._folder, self._manifest, self._store)
         factory = worker_factory(self._recipe, self._folder, self._manifest.spec)
-        for record in self._manifest.of("train"):
+        for record in self._manifest.shards_of("train"):
             _require_none_rejected(record)
         with Progress("feed", 0, "tokens") as progress:
             batches, tokens = "features.batch_tokens", attrgetter("tokens")
@@ -115,7 +115,7 @@ class _Feeder:
 
     @property
     def _available(self) -> set[int]:
-        return {record.index for record in self._manifest.of("train")}
+        return {record.index for record in self._manifest.shards_of("train")}
 
     def _tasks(self) -> Iterator[ShardTask]:
         """Yield the next task once there is room, else NOT_YET, until training requests no more."""
@@ -138,7 +138,7 @@ class _Feeder:
         return ShardTask("train", index, [EncodedDocument(texts.doc_id(n), texts.ids(n), texts.mask(n)) for n in rows])
 
     def _remove(self, indices: set[int]) -> None:
-        removed = [record for record in self._manifest.of("train") if record.index in indices]
+        removed = [record for record in self._manifest.shards_of("train") if record.index in indices]
         if not removed or not self._manifest.fed:  # a dump that kept all shards keeps them
             return
         self._manifest.shards = [record for record in self._manifest.shards if record not in removed]

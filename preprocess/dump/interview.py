@@ -159,7 +159,7 @@ class Interview:
     def _answers(self, batch: list[tuple[list[int], AnsweredDialogue]], capture: bool) -> list[Answer]:
         """Return the answer of each row; without tokens where the target's logits are not finite."""
         prompts = [GenerationPrompt(tokens, self._seed(conversation)) for tokens, conversation in batch]
-        with self._active_work.on(tuple(conversation.doc_id for _, conversation in batch)):
+        with self._active_work.mark(tuple(conversation.doc_id for _, conversation in batch)):
             try:
                 return list(
                     self._source.answers(prompts, self._sampling, capture=capture, alive=self._active_work.beat)

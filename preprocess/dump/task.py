@@ -73,7 +73,7 @@ class ActiveWork:
             self.done += done
 
     @contextmanager
-    def on(self, doc_ids: tuple[str, ...]) -> Iterator[None]:
+    def mark(self, doc_ids: tuple[str, ...]) -> Iterator[None]:
         """Name the batch during the block. After an error it stays named."""
         self.take(doc_ids)
         yield

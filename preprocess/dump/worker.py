@@ -262,7 +262,7 @@ class FeatureWorker:
         def answer_prompt(document: EncodedDocument) -> EncodedDocument:
             answer = Answer([])
             if document.doc_id not in rejected:
-                with self._active_work.on((document.doc_id,)), suppress(NoAnswer):
+                with self._active_work.mark((document.doc_id,)), suppress(NoAnswer):
                     prompt, capture = GenerationPrompt(document.input_ids.tolist()), self._source.one_pass
                     (answer,) = self._source.answers([prompt], sampling, capture, self._active_work.beat, plainly=True)
                 if not answer.tokens:

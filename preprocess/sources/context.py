@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from pipeline.lm.chat import Messages, Unusable
-from preprocess.sources.forms import either, role_of
+from preprocess.sources.forms import first_present, role_of
 from preprocess.sources.tools import read_json
 
 SYSTEM = ("system", "system_prompt", "system_message")
@@ -31,7 +31,7 @@ def with_context(record: dict, turns: list) -> tuple[list, list[str]]:
     """Return ``(turns after the record's system prompt and history, edits)``."""
     roles = [_role(turn) for turn in turns]
     first = roles.index("user") if "user" in roles else len(roles)
-    stated = [either(turns[at], "value", "content") for at in range(first) if roles[at] == "system"]
+    stated = [first_present(turns[at], "value", "content") for at in range(first) if roles[at] == "system"]
     system = _text_of(next(filter(_is_filled, stated), None))
     columns = [record[name] for name in SYSTEM if _is_filled(record.get(name))]
     shown = columns[0] if system is None and columns and isinstance(columns[0], str) else None
@@ -85,7 +85,7 @@ def unseen_media(record: dict, texts: list[str]) -> list[str]:
 
 
 def _role(turn: Any) -> str | None:
-    return role_of(either(turn, "from", "role")) if isinstance(turn, dict) else None
+    return role_of(first_present(turn, "from", "role")) if isinstance(turn, dict) else None
 
 
 def _is_filled(value: Any) -> bool:
@@ -125,7 +125,7 @@ def _exchanges(history: Any) -> Messages:
 
 def _is_turn(turn: dict) -> bool:
     """Return whether an object has a known role, and a text or a call."""
-    texts = either(turn, "value", "content"), turn.get("tool_calls"), turn.get("function_call")
+    texts = first_present(turn, "value", "content"), turn.get("tool_calls"), turn.get("function_call")
     return _role(turn) is not None and (isinstance(texts[0], str | list) or any(texts[1:]))
 
 

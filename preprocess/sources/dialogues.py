@@ -32,7 +32,7 @@ from typing import Any
 from pipeline.lm.chat import Encoded, Messages, Unusable
 from pipeline.recipe.sections import DataConfig
 from preprocess.sources.context import has_loss, keywords_of, require_known_mask, unseen_media, with_context
-from preprocess.sources.forms import BrokenLine, either, form_of, role_of
+from preprocess.sources.forms import BrokenLine, first_present, form_of, role_of
 from preprocess.sources.tools import calls_of, name_results, tools_of
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of an answer's thoughts, where its content lacks them
@@ -171,7 +171,7 @@ def _join(first: dict, second: dict) -> dict:
 def _parse_message(turn: Any) -> dict[str, Any]:
     if not isinstance(turn, dict):
         raise Unusable("malformed")
-    role, content = either(turn, "from", "role"), either(turn, "value", "content")
+    role, content = first_present(turn, "from", "role"), first_present(turn, "value", "content")
     if isinstance(content, list):  # OpenAI's parts
         content, turn = _join_parts(content, turn)
     calls = calls_of(turn)

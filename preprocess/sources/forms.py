@@ -47,7 +47,7 @@ class BrokenLine(str):
         return line
 
 
-def either(columns: dict, first: str, second: str) -> Any:
+def first_present(columns: dict, first: str, second: str) -> Any:
     """Return the first of two columns that is not null: data sets fill missing columns with nulls."""
     return columns.get(second) if columns.get(first) is None else columns[first]
 
@@ -139,7 +139,7 @@ def describe_record(record: Any) -> str:
         return f"it is no object with keys but a {type(record).__name__}"
     columns = [record.get(name) for name in ("conversations", "messages", "conversation")]
     turns = [turn for column in columns if isinstance(column, list) for turn in column if isinstance(turn, dict)]
-    roles = [name for turn in turns if isinstance(name := either(turn, "from", "role"), str)]
+    roles = [name for turn in turns if isinstance(name := first_present(turn, "from", "role"), str)]
     described = f"its keys are {_names(record)}" + (f", its roles {_names(roles)}" if roles else "")
     return described[:LONGEST_DESCRIPTION]
 
@@ -158,7 +158,7 @@ def _turns(content: Any, role: str) -> list:
 def _has_exchange(column: Any) -> bool:
     if not isinstance(column, list):
         return False
-    roles = [role_of(either(turn, "from", "role")) if isinstance(turn, dict) else None for turn in column]
+    roles = [role_of(first_present(turn, "from", "role")) if isinstance(turn, dict) else None for turn in column]
     return "user" in roles and "assistant" in roles[roles.index("user") :]
 
 

@@ -58,7 +58,7 @@ class Groups:
         self._used: Counter = Counter()  # used dialogues by conversation, or by the value of `data.group`
         self._last: tuple[str | None, Question | None] = (None, None)  # name and question of the last grouped dialogue
 
-    def of(self, record: Any, dialogue: Dialogue) -> str:
+    def find_group(self, record: Any, dialogue: Dialogue) -> str:
         """Return the name of the dialogue's group; its id where it is alone. Raise Unusable("on_both_sides") for a
         part whose conversation and whose first question are on different sides of the split.
         """

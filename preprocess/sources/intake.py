@@ -35,7 +35,7 @@ def clean_in_language(record: Any, data: DataConfig, groups: Groups) -> Dialogue
     dialogue = clean(record, data.repeated)
     if data.languages and (isinstance(dialogue.raw, Encoded) or detect_language(dialogue) not in data.languages):
         raise Unusable("language")
-    return replace(dialogue, group=groups.of(record, dialogue))
+    return replace(dialogue, group=groups.find_group(record, dialogue))
 
 
 class Duplicates:

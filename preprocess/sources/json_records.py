@@ -144,7 +144,7 @@ def parsed_line(line: bytes) -> Any:
         record = json.loads(line)
     except RecursionError:
         return shown_line(line)
-    deep = line.count(b"[") + line.count(b"{") > MAX_DEPTH and too_deep(record)
+    deep = line.count(b"[") + line.count(b"{") > MAX_DEPTH and is_too_deep(record)
     return shown_line(line) if deep else record
 
 
@@ -152,7 +152,7 @@ def shown_line(line: bytes) -> str:
     return line[:SHOWN].decode(errors="replace")
 
 
-def too_deep(value: Any) -> bool:
+def is_too_deep(value: Any) -> bool:
     level = [value]
     for _ in range(MAX_DEPTH):
         below = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
@@ -230,7 +230,7 @@ class _Text:
         self._file, self._broken = file, None
         self._decoder = codecs.getincrementaldecoder("utf-8")()
 
-    def _more(self) -> bool:
+    def _read_more(self) -> bool:
         """Read as much again as is unparsed: a long record is parsed only each time its length has doubled."""
         if self._broken is not None:
             raise Unparsable(str(self._broken))
@@ -246,7 +246,7 @@ class _Text:
         """Consume and return the next character that is no white space; "" at the end of the file."""
         while (at := _SPACE.match(self.text, self.at).end()) == len(self.text):
             self.at = at
-            if not self._more():
+            if not self._read_more():
                 return ""
         self.at = at + 1
         return self.text[at]
@@ -270,12 +270,12 @@ class _Text:
                     raise Unparsable(str(error)) from None
                 if len(self.text) - self.at > LONGEST:
                     return self._skip_record()
-                if not self._more():
+                if not self._read_more():
                     raise Unparsable(str(error), torn=True) from None
                 continue
             except ValueError:  # a number of thousands of digits
                 return self._skip_record()
-            if end == len(self.text) and isinstance(value, int | float) and self._more():  # it may continue
+            if end == len(self.text) and isinstance(value, int | float) and self._read_more():  # it may continue
                 continue
             return self._limit_record(value, end)
 
@@ -283,7 +283,7 @@ class _Text:
         begin, self.at = self.at, end
         brackets = self.text.count("[", begin, end) + self.text.count("{", begin, end)
         too_long = end - begin > LONGEST
-        return self.text[begin:end][:SHOWN] if too_long or (brackets > MAX_DEPTH and too_deep(value)) else value
+        return self.text[begin:end][:SHOWN] if too_long or (brackets > MAX_DEPTH and is_too_deep(value)) else value
 
     def _skip_record(self) -> str:
         """Skip a value and return its first characters. Raise Unparsable where the file ends first."""
@@ -303,7 +303,7 @@ class _Text:
                     return shown
             lone = self.text.endswith("\\") and self.at < len(self.text)  # the first half of an escape
             self.at = len(self.text) - lone
-            if not self._more():
+            if not self._read_more():
                 raise Unparsable("it ends in a record", torn=True)
 
 

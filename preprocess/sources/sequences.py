@@ -231,7 +231,7 @@ def _encode_raw(tokenizer, raw: str | Encoded, data: DataConfig) -> tuple[list[E
 def _encode_whole(tokenizer, raw: str | Encoded) -> tuple[Encoded, list[str]]:
     """Return ``(ids and mask, edits)`` of a record without turns, before it is cut."""
     if isinstance(raw, str):
-        if (markers := find_markers(tokenizer)) and markers.are_in(raw):
+        if (markers := find_markers(tokenizer)) and markers.occur_in(raw):
             return _encode_rendered(tokenizer, raw, markers), ["text", "rendered_text"]
         ids, begin = tokenizer(raw)["input_ids"], tokenizer.bos_token_id
         ids = np.asarray(ids[1:] if ids[:2] == [begin, begin] else ids, np.int32)  # the text had a BOS of its own
@@ -253,7 +253,7 @@ def _encode_rendered(tokenizer, text: str, markers: Markers) -> Encoded:
     answers = [text[first:last].removesuffix(markers.end) for first, last in spans or ()]
     other_tokens = special_tokens(tokenizer, markers)
     if spans is None or any(
-        markers.are_in(answer) or any(token in answer for token in other_tokens) for answer in answers
+        markers.occur_in(answer) or any(token in answer for token in other_tokens) for answer in answers
     ):
         raise Unusable("rendered_text_not_masked")
     return chat.encode_spans(tokenizer, text, spans)

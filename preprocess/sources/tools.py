@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from pipeline.lm.chat import Messages, Unusable
-from preprocess.sources.json_records import too_deep
+from preprocess.sources.json_records import is_too_deep
 
 LONGEST = 1 << 20  # characters, as JSON, of a record's tools, or of a turn's calls
 MOST_CALLS = 64  # of a turn
@@ -61,7 +61,7 @@ def read_json(value: Any, reason: str) -> Any:
         return None
     try:
         value = json.loads(value[: LONGEST + 1]) if quoted else value
-        if too_deep(value):
+        if is_too_deep(value):
             raise Unusable(reason)
         value = value if quoted else _without_nulls(value)
         written = json.dumps(value, ensure_ascii=False)

@@ -158,7 +158,7 @@ def test_a_context_that_cannot_be_filled_or_read_is_refused(tiny_recipe, tokens,
 def test_contexts_are_of_held_out_dialogues_that_are_dumped_with_their_answers(tiny_recipe):
     for exchanges in ({}, *({"exchanges": forged} for forged in (7, "ab", [["q"]], [["q", 7]], [["q", "a", "b"]]))):
         held_out(tiny_recipe, prompt_line(0), prompt_line(1, **exchanges))
-        assert "is without answers: remove it, and dump again" in refusal("heldout:60", tiny_recipe)
+        assert "has no answers: remove it, and dump again" in refusal("heldout:60", tiny_recipe)
 
 
 def test_what_is_no_file_on_this_machine_is_refused(tmp_path, recipe):

@@ -165,7 +165,7 @@ def test_what_is_not_there_or_does_not_fit_is_refused(tree, release, hub, tmp_pa
     recipe = published(tree)
     recipe.paths.draft("jakiro").mkdir(parents=True)
     (recipe.paths.draft("jakiro") / checkpoint.METRICS).write_text("")
-    with pytest.raises(PipelineError, match="holds a training that was broken off"):
+    with pytest.raises(PipelineError, match="holds an interrupted training"):
         download_published(recipe)
     change_sealed(release / "config.json", lambda raw: raw["target"].update(fingerprint="0" * 16))
     hub(release, "me/other-target")

@@ -170,7 +170,7 @@ def lists_other_places(release: Path) -> None:
             lambda release: replace_once(release / RELEASE, "old.png", "odd.png"),
             r"release.json was changed or damaged .*Move the folder away",
         ),
-        (lists_other_places, r"'../x.png' in 'files' is no name of a file beside it"),
+        (lists_other_places, r"'../x.png' in 'files' is not the name of a file in its folder"),
     ],
 )
 def test_what_is_no_release_is_refused_and_not_touched(run, change, message):

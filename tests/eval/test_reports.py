@@ -60,9 +60,9 @@ OLD = {"old": {"draft": "old", "tree": {"nodes": 8}}}  # as a version before wro
             " was changed or damaged .*jakiro eval RECIPE again",
         ),
         (lambda path: change_sealed(path, lambda raw: raw.pop("rows")), " has no 'rows'"),
-        (sealed(drafts=OLD), ": old is no method of this version .*run jakiro eval"),
+        (sealed(drafts=OLD), ": old is not a method of this version .*run jakiro eval"),
         *(
-            (sealed(plots={name: "0" * 64}), ": '.*' is no name of a plot beside it")
+            (sealed(plots={name: "0" * 64}), ": '.*' is not the name of a plot in its folder")
             for name in ("../../secret.png", "/etc/secret.png", "..", "", "report.json", "a/b.png")
         ),
     ],
@@ -102,7 +102,7 @@ def test_a_tuned_tree_that_was_changed_or_is_of_a_version_before_is_refused(tiny
     with pytest.raises(PipelineError, match=r"tuned.json was changed or damaged .*run jakiro tune RECIPE again"):
         read_tuned_trees(path)
     write_sealed(path, OLD)
-    with pytest.raises(PipelineError, match=r"old is no method of this version .*run jakiro tune"):
+    with pytest.raises(PipelineError, match=r"old is not a method of this version .*run jakiro tune"):
         read_tuned_trees(path)
 
 

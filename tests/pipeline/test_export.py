@@ -302,7 +302,7 @@ def test_scaled_rope_and_layers_that_are_no_engines_default_are_written_out(tmp_
     tree = recipe_tree(config.model, write_sharegpt(tmp_path / "data.json", 4), tmp_path / "run")
     recipe, target = Recipe.model_validate(tree), Target(config, "float32")
     draft = make_draft(target, target.embed_head(fingerprint(config)), Eagle3Config(auxiliary_layers=[1, 10, 20]))
-    release = write_release(tmp_path / "release", draft, recipe, "eagle", recipe.resolved("eagle"))
+    release = write_release(tmp_path / "release", draft, recipe, "eagle", recipe.resolve_method("eagle"))
     export(release, engine, tmp_path / "out", "me/target")
     written = json.loads((tmp_path / "out/config.json").read_text())
     layer = written.get("transformer_layer_config", written)

@@ -68,10 +68,10 @@ REFUSED = [  # the draft's settings, what config.json says, the error's words
     (EAGLE, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters turns 0.5 of a head"),
     (EAGLE, {"rope_parameters": {"partial_rotary_factor": [1]}}, r"turns \[1\] of a head"),
     (EAGLE, {"partial_rotary_factor": [1]}, r"partial_rotary_factor=\[1\], expected"),
-    (EAGLE, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "given by kind of layer"),
+    (EAGLE, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "given for each kind of layer"),
     (EAGLE, {"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"factor": 4.0}}, "factor=4.0, and 2.0 stands"),
     (EAGLE, {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default"}}, "'default', and 'linear' stands"),
-    (EAGLE, {"rope_parameters": {"rope_theta": 7.0}}, "rope_theta=7.0, and 5000.0 stands elsewhere"),
+    (EAGLE, {"rope_parameters": {"rope_theta": 7.0}}, "rope_theta=7.0, but another key of the file says 5000.0"),
     # a window
     (EAGLE, {"layer_types": [{"a": 1}]}, r"layer_types=\[\{'a': 1\}\], expected a list of names"),
     (EAGLE, {"layer_types": 3}, "layer_types=3, expected a list of names"),

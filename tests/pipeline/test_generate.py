@@ -339,7 +339,7 @@ def test_the_loop_feeds_the_draft_true_states_beside_the_tokens_after_them(
     states, tokens = torch.cat([part for part, _ in fed]), [token for _, part in fed for token in part]
     sequence = [*prompt, *got.tokens]
     assert tokens == sequence[1 : 1 + len(tokens)] and len(tokens) > len(prompt) + 15
-    want = loaded_target.states(sequence, draft.needs.auxiliary).of(draft.needs)
+    want = loaded_target.states(sequence, draft.needs.auxiliary).select(draft.needs)
     assert torch.allclose(states, want[: len(states)], atol=1e-5)
     assert any(len(part) > 1 for part, _ in fed[1:])
 

@@ -75,7 +75,7 @@ def drafts(loaded_target, embed_head):
 
 def states_of(draft, text, begin, end):
     """Return the target's states that the draft needs."""
-    return States(text[1][begin:end], text[2][begin:end], (1, 2)).of(draft.needs).to(next(draft.parameters()).dtype)
+    return States(text[1][begin:end], text[2][begin:end], (1, 2)).select(draft.needs).to(next(draft.parameters()).dtype)
 
 
 def start_on(draft, state, text, begin, end, levels=1):

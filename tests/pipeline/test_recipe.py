@@ -139,7 +139,7 @@ def misspelt(key: str, nearest: str) -> str:
             "draft.flash: tree.depth=6: this draft guesses at most 3 tokens ahead. Its tree is eval.tree: change that, "
             "or give it another in [eval.methods.flash.tree]",
         ),
-        (["eval.benchmarks.b={source='x.jsonl', path='y'}"], "is a place of its own"),
+        (["eval.benchmarks.b={source='x.jsonl', path='y'}"], "path applies to source='benchmark:NAME' only"),
         (["draft.main.experts_per_token=3"], "experts_per_token=3 is more than experts=2"),
         (["publish.draft=mian"], "publish.draft='mian' is not one of the drafts ['main', 'other']"),
         (["draft={}"], "no draft: add a section [draft.NAME]"),

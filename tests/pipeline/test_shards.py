@@ -203,7 +203,7 @@ def test_the_record_counts_what_the_shard_holds(tmp_path):
 def test_a_shard_costs_a_manifest_a_few_calls_and_a_line(folder, tmp_path):
     """Saving 50,000 shards took four seconds when each shard cost 500 calls."""
     manifest = shards.Manifest.load(folder)
-    (shard, *_), calls = manifest.of("train"), []
+    (shard, *_), calls = manifest.shards_of("train"), []
 
     def count(_frame, event, _argument):
         calls.append(event)

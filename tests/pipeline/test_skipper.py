@@ -225,7 +225,7 @@ def test_a_target_whose_blocks_cannot_be_passed_by_is_refused(target, fault, mes
     embed_head.decoder = FaultyDecoder(embed_head.decoder, fault)
     draft = build(SkipperConfig(sparsity=0.4), draft_shapes(target.config))
     draft.bind(embed_head)
-    with pytest.raises(PipelineError, match=f"draft 'skipper': blocks of its target cannot be passed by.*{message}"):
+    with pytest.raises(PipelineError, match=f"draft 'skipper': tokens cannot skip blocks of its target.*{message}"):
         draft.start_from_target(TEXTS)
 
 

@@ -110,7 +110,7 @@ def test_answers_are_plain_decodings(loaded_target, drafts, settings):
 def test_a_tree_holds_what_each_source_proposes(loaded_target, drafts):
     """The text stood there before, so its continuation is likelier than what the draft adds on its last levels."""
     draft, text = drafts["eagle"], [*range(40, 60), *range(40, 50)]
-    states = loaded_target.states(text[:-1]).of(draft.needs)
+    states = loaded_target.states(text[:-1]).select(draft.needs)
     trees = []
     for source, nodes in ((draft, 13), (with_lookup(loaded_target, draft), 18)):
         method = LoadedMethod(source, TreeConfig(depth=2, top_k=3, nodes=nodes))

@@ -335,7 +335,7 @@ def test_a_source_that_was_shortened_does_not_damage_the_dump(job, tmp_path, sto
     (tmp_path / "run/features/heldout_prompts.jsonl").unlink(missing_ok=True)
     source = Path(full_recipe.data.source)
     before, manifest = source.read_text(), Manifest.load(features)
-    texts, last = usable_texts(features, manifest, "train"), manifest.of("train")[-1]
+    texts, last = usable_texts(features, manifest, "train"), manifest.shards_of("train")[-1]
     removed_ids = {texts.doc_id(len(texts) - 1 - number) for number in range(last.rows)}
     try:
         source.write_text(json.dumps([record for record in json.loads(before) if record["id"] not in removed_ids]))

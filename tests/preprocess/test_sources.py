@@ -195,14 +195,14 @@ def test_a_record_that_is_nested_deep_is_one_malformed_record(tmp_path, depth, f
 def test_a_record_that_is_too_long_is_passed_over_in_bounded_memory(tmp_path, monkeypatch, form):
     monkeypatch.setattr(json_records, "LONGEST", 300_000)
     longest = []
-    grow = json_records._Text._more
+    grow = json_records._Text._read_more
 
     def watched(text):
         grown = grow(text)
         longest.append(len(text.text))
         return grown
 
-    monkeypatch.setattr(json_records._Text, "_more", watched)
+    monkeypatch.setattr(json_records._Text, "_read_more", watched)
     long = json.dumps(record(("human", 'q"\\' * 1_000_000), A, doc_id="long"))
     items = [json.dumps(RECORDS[0]), long, json.dumps(RECORDS[1])]
     got, tail = read(write(tmp_path, f"[{','.join(items)}]" if form == "list" else "\n".join(items)))

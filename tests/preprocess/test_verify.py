@@ -129,11 +129,11 @@ def test_files_that_disagree_are_named_though_their_checksums_are_the_manifests(
     folder = tmp_path / "run/features"
     shutil.copytree(features, folder)
     before, manifest = checksums(features), Manifest.load(folder)
-    spec, size, reasons = manifest.spec, manifest.of("train")[0].rows, {}
+    spec, size, reasons = manifest.spec, manifest.shards_of("train")[0].rows, {}
     store, heldout = (FeatureStore(folder, split, spec) for split in ("train", "validation"))
 
     def write_again(index: int, reason: str, rows: list[tuple[int, TextRow]], **counts: int) -> None:
-        record = manifest.of("train")[index]
+        record = manifest.shards_of("train")[index]
         again = write_shard(
             folder, "train", index, spec, (to_stored_row(row, number, spec) for number, row in rows), {}
         )
@@ -144,7 +144,7 @@ def test_files_that_disagree_are_named_though_their_checksums_are_the_manifests(
     def rows_of(index: int) -> list[tuple[int, TextRow]]:
         return [(number, store.row(number)) for number in range(index * size, (index + 1) * size)]
 
-    trained = manifest.of("train")[0].trained_tokens + 1
+    trained = manifest.shards_of("train")[0].trained_tokens + 1
     write_again(0, r"its texts have \d+ trained tokens; the manifest says \d+", rows_of(0), trained_tokens=trained)
     (_, row), *further_rows = rows_of(1)
     write_again(1, "it names row 3 of the text table where the manifest says 8", [(3, row), *further_rows])

@@ -53,7 +53,7 @@ def prepared(dumped, output: Path) -> Recipe:
     """A dump that leaves training's states to be made when they are read."""
     recipe = load_recipe(dumped[0], [f"output={output}", *FED])
     manifest = dump_here(recipe)
-    assert manifest.of("train") == [] and manifest.missing_rows("train") == 40 and features_state(recipe)[0]
+    assert manifest.shards_of("train") == [] and manifest.missing_rows("train") == 40 and features_state(recipe)[0]
     return recipe
 
 
@@ -349,7 +349,7 @@ def reader_of(lists: list[ShardRequest], want: dict[str, str]) -> Callable[[Reci
     def read_wanted(recipe: Recipe) -> ShardRequest:
         held = {name: digest for name, digest in checksums(recipe.paths.features).items() if "features-train" in name}
         assert held.items() <= want.items() and len(held) <= lists[0].room
-        assert {record.name for record in Manifest.load(recipe.paths.features).of("train")} == held.keys()
+        assert {record.name for record in Manifest.load(recipe.paths.features).shards_of("train")} == held.keys()
         while lists[0].shards and {shard_name("train", index) for index in lists[0].soon} <= held.keys():
             del lists[0]
         return lists[0]
@@ -377,7 +377,7 @@ def test_what_was_fed_goes_and_what_a_dump_kept_stays(dumped, tmp_path, monkeypa
 
     def until(shards: int, then: ShardRequest | BaseException) -> Callable[[Recipe], ShardRequest]:
         def read_wanted(recipe: Recipe) -> ShardRequest:
-            most.append(len(Manifest.load(recipe.paths.features).of("train")))
+            most.append(len(Manifest.load(recipe.paths.features).shards_of("train")))
             if most[-1] != shards:
                 return ShardRequest(list(range(5)), min(shards, 5), shards)
             if isinstance(then, BaseException):

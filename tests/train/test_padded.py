@@ -91,7 +91,7 @@ def test_a_validation_copy_and_a_release_know_it_too(padded, tmp_path):
     assert draft.logits(hidden).softmax(-1)[:, TOKENIZER_SIZE:].count_nonzero() == 0
     (tmp_path / "release").mkdir()
     draft_folder = recipe.paths.draft("eagle3")
-    checkpoint.export(draft_folder, tmp_path / "release", recipe.resolved("eagle3"), {}, draft_folder / RECIPE)
+    checkpoint.export(draft_folder, tmp_path / "release", recipe.resolve_method("eagle3"), {}, draft_folder / RECIPE)
     loaded = load(tmp_path / "release", target=recipe.target.model, dtype="float32", device="cpu")
     assert loaded.generate("why?", max_new_tokens=16).tokens == loaded.generate("why?", 16, plainly=True).tokens
 
@@ -103,7 +103,7 @@ def test_exports_have_the_targets_rows(padded, tmp_path, name, engine):
     made(recipe, name)
     (tmp_path / "release").mkdir()
     draft_folder = recipe.paths.draft(name)
-    checkpoint.export(draft_folder, tmp_path / "release", recipe.resolved(name), {}, draft_folder / RECIPE)
+    checkpoint.export(draft_folder, tmp_path / "release", recipe.resolve_method(name), {}, draft_folder / RECIPE)
     export(tmp_path / "release", engine, tmp_path / "out", "me/target")
     config, weights = (
         json.loads((tmp_path / "out/config.json").read_text()),

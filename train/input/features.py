@@ -73,7 +73,7 @@ class FedStore(FeatureStore):
         )
         super().__init__(self._folder, "train", expected)
 
-    def _opened(self, folder: Path, manifest: Manifest, split: str) -> tuple[list[ShardRecord], TextTable]:
+    def _open_set(self, folder: Path, manifest: Manifest, split: str) -> tuple[list[ShardRecord], TextTable]:
         texts = TextTable.open(folder, manifest.text_of(split), self.stored)
         size, records = self._recipe.features.rows_per_shard, []
         for index, first in enumerate(range(0, len(texts), size)):
@@ -132,7 +132,7 @@ class FedStore(FeatureStore):
         return reader
 
     def _find_record(self, index: int) -> ShardRecord | None:
-        shards = Manifest.load(self._recipe.paths.features).of("train")
+        shards = Manifest.load(self._recipe.paths.features).shards_of("train")
         return next((record for record in shards if record.index == index), None)
 
     def _try_open(self, record: ShardRecord, waited: float, tries: int = 2) -> pa.ipc.RecordBatchFileReader | None:

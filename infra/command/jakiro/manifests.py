@@ -125,28 +125,28 @@ class Writer:
         self.render("run.yaml", "kubernetes/run.yaml.jinja", **facts, **common)
         ray = {"ray_version": importlib.metadata.version("ray"), "head_cpus": 8, "head_memory": "32Gi"}
 
-        def by_ray(stage: str, nodes: Nodes) -> None:
+        def add_ray_job(stage: str, nodes: Nodes) -> None:
             facts = vars(nodes) | self.pod_resources(nodes) | ray | common
             command = shlex.join(["jakiro", stage, *arguments])
             self.render(f"{stage}.yaml", "kubernetes/ray.yaml.jinja", stage=stage, command=command, **facts)
 
-        def by_pods(stage: str, nodes: Nodes, command: list[str]) -> None:
+        def add_pods(stage: str, nodes: Nodes, command: list[str]) -> None:
             facts = vars(nodes) | self.pod_resources(nodes) | common
             self.render(f"{stage}.yaml", "kubernetes/pods.yaml.jinja", stage=stage, command=command, **facts)
 
-        by_ray("dump", stages.dump)
+        add_ray_job("dump", stages.dump)
         first = f"{self.run}-train-pods-0-0.{self.run}-train"
         launch = f"torchrun --nnodes={stages.train.nodes} --nproc_per_node={stages.train.gpus}"
         launch += (
             f" --node_rank=$JOB_COMPLETION_INDEX --master_addr={first} --master_port=29500 --no_python jakiro rank"
         )
-        by_pods("train", stages.train, ["bash", "-c", f"exec {launch} {shlex.join(arguments)}"])
+        add_pods("train", stages.train, ["bash", "-c", f"exec {launch} {shlex.join(arguments)}"])
         if self.recipe.fed:
-            by_ray("feed", stages.dump)
+            add_ray_job("feed", stages.dump)
         if stages.eval_by_ray:
-            by_ray("eval", stages.eval)
+            add_ray_job("eval", stages.eval)
         else:
-            by_pods("eval", stages.eval, ["jakiro", "eval", *arguments])
+            add_pods("eval", stages.eval, ["jakiro", "eval", *arguments])
         return ["run.yaml, then dump.yaml; when that job is done train.yaml; then eval.yaml: kubectl apply -f FILE"]
 
     def slurm(self) -> list[str]:

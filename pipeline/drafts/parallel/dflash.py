@@ -70,9 +70,9 @@ class DFlashConfig(FusedConfig, DenseConfig, MaskConfig, WindowConfig, Vocabular
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least(1, "layers", "anchors")
-        self.at_least(2, "block")
-        self.at_least(self.block, "window")
+        self.require_at_least(1, "layers", "anchors")
+        self.require_at_least(2, "block")
+        self.require_at_least(self.block, "window")
         if not self.gamma > 0:
             raise ValueError(f"gamma={self.gamma}: expected more than 0")
         if self.dpace is not None and not (0 <= self.dpace <= 1 and self.objective == "hard-ce"):
@@ -186,7 +186,9 @@ class DFlash(MaskTokenDraft, TrainedDraft):
 
     def forward(self, batch: "Batch") -> tuple[list[Tensor], None]:
         """Return, for each place, the features (M, D) of the blocks that have a label there."""
-        context_BTD = self._context(States(batch.hidden_BTD, batch.auxiliary_BTSD, self.needs.auxiliary).of(self.needs))
+        context_BTD = self._context(
+            States(batch.hidden_BTD, batch.auxiliary_BTSD, self.needs.auxiliary).select(self.needs)
+        )
         (count, width), device = batch.tokens_BT.shape, batch.tokens_BT.device
         anchors = np.asarray(batch.positions[1].inputs)
         bundles_CA, slots = bundle_anchors(anchors, count, width, max(1, PLACES_PER_MASK // self.config.block))

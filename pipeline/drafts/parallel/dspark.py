@@ -48,7 +48,7 @@ class DSparkConfig(DFlashConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least(1, "rank")
+        self.require_at_least(1, "rank")
 
     @property
     def levels(self) -> int:

@@ -51,8 +51,8 @@ class PEagleConfig(DenseConfig, MaskConfig, Eagle3FrameConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least(1, "layers")
-        self.at_least(2, "depths")
+        self.require_at_least(1, "layers")
+        self.require_at_least(2, "depths")
 
     @property
     def levels(self) -> int:
@@ -128,7 +128,7 @@ class PEagle(MaskTokenDraft, Dense, Eagle3Frame):
     def forward(self, batch: "Batch") -> tuple[list[Tensor], None]:
         """Return, for each depth, the features (M, D) at the inputs that are trained there."""
         states = States(batch.hidden_BTD, batch.auxiliary_BTSD, self.needs.auxiliary)
-        features_BTD, device = self.features(states.of(self.needs)), batch.tokens_BT.device
+        features_BTD, device = self.features(states.select(self.needs)), batch.tokens_BT.device
         *layout, row_of = _lay_out_inputs(batch)
         place_BR, depth_BR = (to_device(numbers, device) for numbers in layout)
         text_place_BR, guessed_BR = place_BR.clamp_min(0), depth_BR > 0

@@ -149,7 +149,7 @@ class VocabularyConfig(TrainedConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least(1, "vocabulary")
+        self.require_at_least(1, "vocabulary")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,7 @@ class DenseConfig(Settings):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least(1, "mlp_width")
+        self.require_at_least(1, "mlp_width")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +208,7 @@ class MaskConfig(Settings):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least(0, "mask_token")
+        self.require_at_least(0, "mask_token")
 
 
 class Drafting:

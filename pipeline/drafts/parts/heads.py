@@ -22,7 +22,7 @@ class HeadsConfig(VocabularyConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least(1, "heads", "blocks")
+        self.require_at_least(1, "heads", "blocks")
         if self.head_bias and not self.own_head:
             raise ValueError("head_bias=true requires own heads; set own_head=true")
 

@@ -126,7 +126,7 @@ class DraftModule(nn.Module):
         """
         head = embed_head.head
         if self.token_ids_U is not None and not self.config.needs_full_head:
-            head = head.restricted(self.token_ids_U)
+            head = head.restrict(self.token_ids_U)
         self._embed_head = [replace(embed_head, head=head)]
         if (known_tokens := self.shapes.get("known_tokens")) is not None:
             self._guessable = known_tokens if self.token_ids_U is None else int((self.token_ids_U < known_tokens).sum())

@@ -37,7 +37,7 @@ class OneLayerConfig(WindowConfig, VocabularyConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least(self.ttt_steps, "window")  # the draft's own features have to fit into it
+        self.require_at_least(self.ttt_steps, "window")  # the draft's own features have to fit into it
 
     def resolve(self, tree: TreeConfig) -> TreeConfig:
         if self.window and tree.depth > self.window:
@@ -172,7 +172,7 @@ class OneLayer(TrainedDraft):
         for each step.
         """
         states = States(batch.hidden_BTD, batch.auxiliary_BTSD, self.needs.auxiliary)
-        true_BTD = self.features(states.of(self.needs))
+        true_BTD = self.features(states.select(self.needs))
         first, keys_values = self._ttt_step(1, batch, true_BTD, ())
         heads, features = first, [*first.ahead, *self.later_features(first, batch)]
         for number in range(2, self.config.ttt_steps + 1):

@@ -91,7 +91,7 @@ class TransformersSource:
             logits_processor=LogitsProcessorList([finite, *self._processors(prompts, sampling)]),
             stopping_criteria=StoppingCriteriaList([_Heartbeat(alive)]),
         )
-        answers = [_until_stop(row, sampling.stop_ids) for row in out_BT[:, width:].tolist()]
+        answers = [_cut_at_stop(row, sampling.stop_ids) for row in out_BT[:, width:].tolist()]
         if not finite.all_finite(answers):
             raise NoAnswer(f"the target's logits are not finite in {self.identity.dtype}: use another dtype")
         return answers
@@ -152,6 +152,6 @@ class _Heartbeat(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def _until_stop(ids: list[int], stop_ids: frozenset[int]) -> list[int]:
+def _cut_at_stop(ids: list[int], stop_ids: frozenset[int]) -> list[int]:
     end = next((place for place, token in enumerate(ids) if token in stop_ids), len(ids) - 1)
     return ids[: end + 1]
