@@ -28,7 +28,7 @@ check: $(STAMP)
 first-tests: $(STAMP)
 	$(BIN)/python -m pytest -p no:xdist -q $(FIRST_TESTS)
 
-TESTS := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+TESTS := -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)
 	$(BIN)/python $(TESTS) -m "not long"

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # two tests run at a time, and waiting threads must not spin
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # four tests run at a time, and waiting threads must not spin
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["DS_ACCELERATOR"] = "cpu"  # as for the commands: the first who asks decides for the whole process

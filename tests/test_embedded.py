@@ -76,6 +76,7 @@ def test_the_embedded_dialogues_are_read_to_their_torn_end():
     assert reasons == {"blank_turn": 70, "no_exchange": 277, "repeated_role": 31}
 
 
+@pytest.mark.long
 def test_the_demos_plan_is_the_one_that_its_figures_are_of():
     """The same dialogues on the same sides, token for token, and the same questions."""
     recipe, state = load_recipe(ROOT / "infra/recipes/demo.toml"), hashlib.sha256()

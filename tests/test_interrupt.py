@@ -72,7 +72,8 @@ def slow(tiny_target, tmp_path) -> tuple[Path, Path]:
     return write_recipe(tree, tmp_path / "recipe"), tmp_path / "run"
 
 
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_a_dump_ends_in_one_line(slow, tmp_path, warm, engine):
     """The second Ctrl-C ends it at once, where the first has not. Of two workers' engines nothing stays, neither a
     process nor shared memory. A run's, and its stage's: tests/pipeline/test_entry.py.

@@ -407,6 +407,7 @@ def test_a_plan_with_an_engine_requires_its_speed(tiny_recipe):
     assert ["dump", "states", text, "bytes a token x tokens/s"] in plan.rows
 
 
+@pytest.mark.long
 def test_a_local_engine_is_timed(tiny_recipe, tmp_path):
     python = environment(tmp_path / "environment")
     plan = make_plan(

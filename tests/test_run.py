@@ -334,6 +334,7 @@ def answers_of(run: Path) -> dict:
     return answers
 
 
+@pytest.mark.long
 def test_ray_workers_and_another_version_measure_again_and_find_the_same_answers(copied, on_cluster, monkeypatch):
     """No figure of another number of workers, or of another version of the measurement, is released."""
     recipe, run = copied

@@ -101,6 +101,7 @@ def test_no_file_stays_of_answers_without_states_nor_of_states_that_nobody_takes
     assert not list(folder.iterdir())
 
 
+@pytest.mark.long
 def test_where_shared_memory_is_full_states_go_elsewhere_and_it_gives_signs_of_life(
     tiny_target, environment, monkeypatch
 ):
@@ -152,7 +153,7 @@ def test_an_engine_that_dies_in_mid_step_stays_gone(tiny_target, environment):
     nothing_stays(python)  # though nobody closed it
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_whoever_owned_it_is_killed_and_nothing_of_it_stays(tiny_target, environment, number):
     """This holds even if the engine hangs in a step."""
     python = environment("hangs")

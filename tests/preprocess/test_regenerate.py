@@ -222,6 +222,7 @@ def job(tiny_target, tmp_path_factory) -> tuple[Path, Path]:
     return recipe, folder / "run" / "regenerated"
 
 
+@pytest.mark.long
 @pytest.mark.real
 def test_killed_in_the_middle_and_run_again_gives_the_same_dialogues(job, tmp_path, warm):
     recipe, expected = job

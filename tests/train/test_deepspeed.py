@@ -84,6 +84,7 @@ def listening(output: Path) -> dict[str, list[bytes]]:
     return addresses
 
 
+@pytest.mark.long
 def test_ranks_of_one_machine_listen_on_its_loopback_alone(dumped, tmp_path):
     """The store of the process group and the sockets of collectives, while the ranks train; by DeepSpeed's launcher."""
     listeners: dict[str, list[bytes]] = {}

@@ -90,6 +90,7 @@ def stored(dumped, tmp_path_factory) -> str:
     return sha256(output / WEIGHTS)
 
 
+@pytest.mark.long
 def test_a_run_feeds_its_training_within_the_bound_and_leaves_nothing(dumped, stored, tmp_path, on_cluster):
     recipe = load_recipe(dumped[0], [f"output={tmp_path / 'fed'}", *FED])
     sets = override_arguments([f"output={tmp_path / 'fed'}", *FED])

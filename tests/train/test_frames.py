@@ -103,6 +103,7 @@ def in_parts(dumped, tmp_path_factory):
     return output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_zero_3_on_two_ranks_trains_alike(undisturbed, in_parts, draft):
     """An own head's weight is gathered for its loss, and experts without a token take part on every rank."""

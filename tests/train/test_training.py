@@ -139,6 +139,7 @@ def test_the_schedule_is_as_long_as_what_max_tokens_leaves_to_train_on(tiny_targ
     assert "cut_short" not in json.loads((undisturbed / "drafts/jakiro/config.json").read_text())["training"]
 
 
+@pytest.mark.long
 def test_after_ten_epochs_the_best_weights_decode_no_worse_than_the_last(dumped, tmp_path):
     """Each draft is compared with decoding itself, with its own checkpoint."""
     sets = ["train.epochs=10", "train.learning_rate=0.05", "train.validate_every=5"]
@@ -186,7 +187,7 @@ def stopped(dumped, output: Path, *overrides: str, ranks: int) -> int:
     return resume_state["step"]
 
 
-@pytest.mark.parametrize(("stage", "before", "after"), [(2, 1, 2), (3, 2, 1)])
+@pytest.mark.parametrize(("stage", "before", "after"), [(2, 1, 2), pytest.param(3, 2, 1, marks=pytest.mark.long)])
 def test_another_number_of_ranks_goes_on(dumped, undisturbed, tmp_path, stage, before, after):
     output, sets = tmp_path / "run", ZERO_3 if stage == 3 else [f"train.zero_stage={stage}"]
     step = stopped(dumped, output, *sets, ranks=before)
@@ -245,6 +246,7 @@ def ranks_of(mark: str) -> list[int]:
     return ranks
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_ends_the_others(dumped, tmp_path):
     recipe, features = dumped
     (tmp_path / "features").symlink_to(features)
