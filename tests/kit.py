@@ -3,6 +3,7 @@ of the stages.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -296,9 +297,18 @@ def wait_until(
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a free port between those of Ray's workers and those that the kernel gives to connections, so that it is
+    still free when a program opens it seconds later. Tests that run at a time take theirs from parts of the range.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    while True:
+        port = 21_000 + 1_000 * worker + next(_PORTS) % 1_000
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+
+
+_PORTS = itertools.count(os.getpid())
 
 
 def positions_in(objective, packed):

@@ -22,7 +22,6 @@ from pipeline.decoding.config import LoadedMethod
 from pipeline.decoding.generate import Prefilled, Sampling, decode_plain, decode_speculative
 from pipeline.decoding.tree import Tree, build_tree
 from pipeline.lm.model import Target
-from pipeline.lm.verifier import rounding_bound
 
 MIN_P_VALUE = 1e-4  # p-value below which drawn answers are not plain decoding's
 # a tree's logits may differ from the uncached forward's by this many times plain decoding's own largest difference
@@ -132,7 +131,7 @@ class Gatekeeper:
         from logits that drift no further than plain decoding's, and plain decoding's own choice between the two tokens
         was as close as its drift. At temperature 0 in fp32 on a CPU no difference is allowed.
         """
-        if sampling.temperature == 0 and rounding_bound(self._target.dtype, self._target.device) == 0:
+        if sampling.temperature == 0 and self._target.is_exact:
             return False
         if len(expected) != len(got) and expected[: len(got)] == got[: len(expected)]:
             return False  # one answer is a prefix of the other: no rounding can cause that

@@ -30,6 +30,7 @@ from pipeline.lm.model import Target, fingerprint, identify, load_reader
 from pipeline.recipe.checks import TUNED
 from pipeline.recipe.identity import describe_differences, digest, run_hash
 from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.trees import require_verifiable
 
 RECORDS = "records.jsonl"
 # The recipe's keys that a tuned tree depends on (`tuning_conditions`).
@@ -134,6 +135,7 @@ class EvalJob:
 def make_job(recipe: Recipe, tuned_alone: bool = False) -> EvalJob:
     digests = digest_drafts(recipe)
     methods, tasks = load_methods(recipe, tuned_alone, digests), load_tasks(recipe)
+    require_verifiable(recipe, methods)
     dependencies = {
         "code": measurement_versions(),
         "recipe": run_hash(recipe),

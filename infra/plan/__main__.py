@@ -49,6 +49,7 @@ from pipeline.recipe.dtypes import describe_dtypes, warn_of_emulation
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import FeaturesConfig
+from pipeline.recipe.trees import require_verifiable
 from pipeline.running import entry, markdown
 from pipeline.running.state import require_same_settings
 from preprocess.sources.sizes import require_sizes
@@ -213,6 +214,7 @@ def make_plan(recipe: Recipe, known_speeds: dict[str, float | None]) -> Resource
     if recipe.target.engine == "vllm":
         engine.require_gpus(recipe.target, other_machine=known_speeds["dump-speed"] is not None)
     require_sizes(recipe)
+    require_verifiable(recipe)
     plan.train(plan.dump(sample_source(recipe)))
     plan.evaluate()
     plan.add_totals()

@@ -22,8 +22,18 @@ from pipeline.drafts.parts.losses import chunk_rows
 from pipeline.features.batch import Batch
 from pipeline.features.positions import Group, Positions
 from pipeline.features.schema import FeatureSpec, arrow_schema, token_bytes
+from pipeline.lm.ability import auto_class, find_decoder
+from pipeline.lm.cache import STATE_COPIES, state_bytes
+from pipeline.lm.config import TargetConfig
 from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead
-from pipeline.lm.model import DTYPES, count_parameters, empty_decoder, load_config
+from pipeline.lm.model import (
+    DTYPES,
+    count_parameters,
+    empty_decoder,
+    load_config,
+    load_full_config,
+    load_tree_obstacle,
+)
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import TrainConfig
 from preprocess.dump.task import count_batches_in_flight
@@ -86,7 +96,8 @@ def gpu_bytes() -> float:
 
 def evaluation_bytes(recipe: Recipe) -> float:
     """Return the bytes of one evaluation worker: the target's weights, the cache of one answer, and all drafts. If
-    layers are packed, the plain ones stay in memory next to them until they are replaced.
+    layers are packed, the plain ones stay in memory next to them until they are replaced. A target that verifies chains
+    alone keeps three copies of its layers' states.
     """
     config = load_config(recipe.target)
     shapes = draft_shapes(config)
@@ -96,7 +107,21 @@ def evaluation_bytes(recipe: Recipe) -> float:
         drafts = sum(parameter_count(build(recipe.draft[name], shapes)) for name in recipe.trained)
     drafts += sum(map(count_parameters, recipe.small_models.values()))
     target = count_parameters(recipe.target) * (2 if recipe.eval.pack_linears else 1)
-    return (target + cache + drafts) * DTYPES[recipe.eval.dtype].itemsize
+    states = count_state_bytes(recipe.target, recipe.eval.dtype) if load_tree_obstacle(recipe.target) else 0
+    return (target + cache + drafts) * DTYPES[recipe.eval.dtype].itemsize + STATE_COPIES * states
+
+
+def count_state_bytes(config: TargetConfig, dtype: str) -> int:
+    """Return the bytes of the states that layers without keys and values keep of a text, counted with fake tensors,
+    which have no content.
+    """
+    full = load_full_config(config)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        model = auto_class(full, config.model).from_config(
+            full, trust_remote_code=config.trust_remote_code, dtype=DTYPES[dtype]
+        )
+        output = find_decoder(model.eval())(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=True)
+    return state_bytes(output.past_key_values)
 
 
 def rank_bytes(recipe: Recipe, draft: TrainedDraft, ranks: int) -> float:

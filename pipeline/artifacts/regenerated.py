@@ -5,7 +5,7 @@ from typing import Any
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import SEAL, parse_sealed
-from pipeline.lm.fingerprint import cached_sha256
+from pipeline.basics.fingerprint import cached_sha256
 
 MANIFEST, DIALOGUES = "manifest.json", "dialogues.jsonl"
 REMEDY = "Run jakiro regenerate again with the recipe that made it: what is answered is kept"

@@ -29,12 +29,15 @@ class TreeConfig(Settings):
     nodes: int = None  # type: ignore[assignment]
     paths: Any = None  # "eagle-1", or lists of ranks
     candidates: Literal["plain", "decoupled"] = "plain"  # from the averaged head; from the experts' merged lists
-    siblings: Literal["best", "drawn"] = "best"  # how a static tree selects them above temperature 0
+    # best, or drawn: how a static tree selects them above temperature 0; none: a chain, also of several sources
+    siblings: Literal["best", "drawn", "none"] = "best"
     parallel: int | None = None  # number of last levels from one draft forward; default: the draft's maximum
 
     def __post_init__(self):
         self.require_at_least(1, "depth", "top_k", "parallel")
         self.require_at_least(2, "nodes")
+        if self.siblings == "none":
+            self._set_chain()
         for key, value in (DEFAULTS if self.paths is None else self._made_by_paths()).items():
             setting = getattr(self, key)
             if self.paths is not None and setting not in (value, None):
@@ -46,11 +49,20 @@ class TreeConfig(Settings):
             )
         if self.parallel is not None and self.parallel > self.depth:
             raise ValueError(f"parallel={self.parallel} levels from one forward, but the tree has depth {self.depth}")
-        if self.siblings != "best" and self.paths is None:
+        if self.siblings == "drawn" and self.paths is None:
             raise ValueError(
                 f"siblings={self.siblings!r} needs a static tree (paths): keeping the best of the drawn ones would "
                 "change the output's distribution"
             )
+
+    def _set_chain(self) -> None:
+        """Set the keys of a chain that are left out. Raise ValueError for a key that gives it siblings."""
+        if self.paths is not None or self.top_k not in (1, None):
+            key = "paths" if self.paths is not None else f"top_k={self.top_k}"
+            raise ValueError(f"siblings='none' is a chain, but {key} gives it siblings: leave it out")
+        depth = DEFAULTS["depth"] if self.depth is None else self.depth
+        for key, value in (("top_k", 1), ("nodes", depth + 1)):
+            self._set(key, value if getattr(self, key) is None else getattr(self, key))
 
     def _made_by_paths(self) -> dict[str, int]:
         """Return the settings that follow from `paths`. Raise ValueError for paths that form no tree."""
@@ -102,6 +114,12 @@ class Method(Settings):
     draft: str = ""  # default: the draft with the method's name
     secondary: list[str] = field(default_factory=list)  # sources that read only the text (kind = "prompt-lookup")
     tree: TreeConfig | None = None  # default: eval.tree
+
+    @property
+    def is_chain(self) -> bool:
+        """Return whether no tree of a complete method has siblings."""
+        tree = self.resolved_tree
+        return tree.siblings == "none" or (tree.nodes == tree.depth + 1 and tree.top_k == 1 and not self.secondary)
 
     @property
     def sources(self) -> list[str]:

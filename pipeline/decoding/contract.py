@@ -6,7 +6,7 @@ finds candidates in another way implements `propose` itself.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -202,6 +202,9 @@ class TargetModel(Protocol):
     dtype: torch.dtype
     positions: int  # maximum number of tokens of a sequence
     compiled: bool
+
+    @property
+    def verifies(self) -> Literal["tree", "chain"]: ...
 
     def new_cache(self, capacity: int) -> Any: ...
 

@@ -244,6 +244,8 @@ def decode_speculative(
     state, text = draft.open(), [*prompt, first]
     while not done:
         tree = draft.propose(state, RoundInput(text, states.select(draft.needs)), spec, draws, watch)
+        if target.verifies == "chain" and not tree.is_chain:
+            raise PipelineError(f"{draft.name} proposes a tree, but the target verifies chains alone: give it a chain")
         past = cache.length
         positions, visible = _layout(tree, past, target.device)
         states, logits_NV = watch(

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from pipeline.decoding.accept import Acceptance, accept_best
 from pipeline.decoding.config import LoadedMethod, TreeConfig
 from pipeline.decoding.contract import CandidatePool, Draft, RoundInput, States
 from pipeline.decoding.grow import Grower, Level, best_pools, dynamic_levels, not_finite_error
-from pipeline.decoding.sources import CHAIN, POOL, Sources
+from pipeline.decoding.sources import CHAIN, POOL, Merged, Sources
 
 ABSENT = 1 << 30
 FORWARDED = 256  # nodes of one level that are forwarded together, over places
@@ -153,14 +154,33 @@ def _count_sources(sources: Sources, drafted: Replay, tokens: list[int], begin: 
     ]
 
     @cache
+    def merged_pools(tree: TreeConfig) -> list[Merged]:
+        pools = zip(drafted.pools(tree, POOL), copied, strict=True)
+        return [sources.merge_pools(pool, copies) for pool, copies in pools]
+
+    @cache
     def ranks(tree: TreeConfig) -> Tensor:
         out = []
-        for position, pool, copies in zip(positions, drafted.pools(tree, POOL), copied, strict=True):
-            found_ranks = sources.merge_pools(pool, copies).ranks(tokens[position + 1 : position + 1 + deepest])
+        for position, merged in zip(positions, merged_pools(tree), strict=True):
+            found_ranks = merged.ranks(tokens[position + 1 : position + 1 + deepest])
             out.append([*found_ranks, *[ABSENT] * (deepest - len(found_ranks))])
         return torch.tensor(out)
 
-    return lambda tree: count_rounds(ranks(replace(tree, nodes=tree.depth + 1)), tree.nodes)
+    def count(tree: TreeConfig) -> Acceptance:
+        smallest = replace(tree, nodes=tree.depth + 1)
+        if tree.siblings != "none":
+            return count_rounds(ranks(smallest), tree.nodes)
+        chains = [
+            [merged.tokens[n - 1] for n in merged.best_chain(tree.nodes - 1)] for merged in merged_pools(smallest)
+        ]
+        return _count_passes(
+            [
+                sum(accumulate(map(int.__eq__, chain, tokens[position + 1 :]), int.__and__))
+                for position, chain in zip(positions, chains, strict=True)
+            ]
+        )
+
+    return count
 
 
 @torch.inference_mode()
@@ -211,10 +231,15 @@ def _record(grower: Grower) -> list[_Forward]:
 
 
 def count_rounds(ranks_AS: Tensor, nodes: int) -> Acceptance:
-    """Count what decoding the text with a tree of this number of nodes would count: each round starts where the one
-    before it ended.
+    """Count what decoding the text with a tree of this number of nodes would count."""
+    return _count_passes((ranks_AS < nodes - 1).sum(1).tolist())
+
+
+def _count_passes(accepted_A: list[int]) -> Acceptance:
+    """Count passes by the number of tokens that are accepted below each place: each round starts where the one before
+    it ended.
     """
-    accepted_A, acceptance, place = (ranks_AS < nodes - 1).sum(1).tolist(), Acceptance(), 0
+    acceptance, place = Acceptance(), 0
     while place < len(accepted_A):
         emitted = min(accepted_A[place] + 1, len(accepted_A) - place)  # tokens after the text's end are not counted
         acceptance.add_pass(min(accepted_A[place], emitted), emitted)

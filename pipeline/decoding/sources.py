@@ -46,12 +46,27 @@ class Merged:
     probabilities: list[float]
     order: list[int]  # the nodes from 1 on, likeliest first: every prefix of it is connected
 
-    def tree(self, root: int, nodes: int, device: torch.device) -> Tree:
-        """Build the tree of the likeliest ones; `nodes` counts the root."""
-        likeliest = self.order[: nodes - 1]
+    def tree(self, root: int, nodes: int, device: torch.device, chain: bool = False) -> Tree:
+        """Build the tree, or the chain, of the likeliest ones; `nodes` counts the root."""
+        likeliest = self.best_chain(nodes - 1) if chain else self.order[: nodes - 1]
         places = {number: place for place, number in enumerate(likeliest, start=1)} | {0: 0}
         tokens, parents = [self.tokens[n - 1] for n in likeliest], [places[self.parents[n - 1]] for n in likeliest]
         return build_tree(root, tokens, parents, device)
+
+    def best_chain(self, length: int) -> list[int]:
+        """Return the path below the root, of at most `length` nodes, that is expected to have the most accepted tokens:
+        the sum of its nodes' probabilities.
+        """
+        depths, expected = [0], [0.0]
+        for parent, probability in zip(self.parents, self.probabilities, strict=True):
+            depths.append(depths[parent] + 1)
+            expected.append(expected[parent] + probability)
+        end = max((node for node, depth in enumerate(depths) if depth <= length), key=expected.__getitem__)
+        path: list[int] = []
+        while end:
+            path.insert(0, end)
+            end = self.parents[end - 1]
+        return path
 
     def ranks(self, following: list[int]) -> list[int]:
         """Return the places in `order` of the nodes that a text goes through, from the root on, as far as they
@@ -171,7 +186,7 @@ class Sources:
     ) -> Tree:
         drafted = self.draft.pool(state.draft, inputs, tree, POOL, timer)
         merged = self.merge_pools(drafted, self.propose_copies(state, inputs))
-        return merged.tree(inputs.tokens[-1], tree.nodes, inputs.states_TSD.device)
+        return merged.tree(inputs.tokens[-1], tree.nodes, inputs.states_TSD.device, tree.siblings == "none")
 
     def propose_copies(self, state: _State, inputs: RoundInput) -> dict[str, CandidatePool]:
         """Return the proposals of the secondary sources."""

@@ -23,6 +23,10 @@ class Tree:
     # of drawn trees: the distribution that node n was drawn from, over target ids [V], on the host; empty for the root
     proposals: list[Tensor] | None = None
 
+    @property
+    def is_chain(self) -> bool:
+        return self.parents == list(range(-1, len(self.parents) - 1))
+
     def children(self) -> list[list[int]]:
         out: list[list[int]] = [[] for _ in self.parents]
         for node, parent in enumerate(self.parents[1:], start=1):

@@ -18,6 +18,7 @@ from pydantic import StrictBool, TypeAdapter, ValidationError, with_config
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import Digest, describe_difference, read_sealed, sha256, write_sealed
+from pipeline.basics.fingerprint import cached_sha256
 from pipeline.features.schema import (
     VERSION,
     Accounting,
@@ -35,7 +36,6 @@ from pipeline.features.schema import (
     to_stored_row,
 )
 from pipeline.features.text import REMEDY, TextRecord, TextTable, arrow_file, write_text_table
-from pipeline.lm.fingerprint import cached_sha256
 
 MANIFEST = "manifest.json"
 HELDOUT_PROMPTS = "heldout_prompts.jsonl"  # first questions of held-out dialogues, for evaluation

@@ -1,40 +1,22 @@
-"""Attention over a token tree: which kinds of layers support it, and the tree's mask for each kind.
+"""Attention over a token tree: the tree's mask for each kind of layer that supports it.
 
 In a full layer a token sees its whole path. In a sliding layer it sees the last `window` tokens of the path, itself
 included; they are counted along the path and not along the cache, where siblings and their descendants lie in between.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AttentionInterface,
-    AttentionMaskInterface,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from pipeline.basics.errors import PipelineError
-
-if TYPE_CHECKING:
-    from pipeline.lm.verifier import Verifier
-
 FULL, SLIDING = "full_attention", "sliding_attention"
 GROUPED = f"{__name__}.grouped"  # the name of `grouped_attention` in transformers; a loaded release has its own
-_STATE = "its state merges all tokens so far, and a rejected one cannot be removed from it"
-_REASONS = {
-    "linear_attention": _STATE,
-    "conv": _STATE,
-    "hybrid": _STATE,
-    "hybrid_sliding": _STATE,
-    "chunked_attention": "what a token sees depends on where its chunk begins, which a tree's mask cannot express",
-}
 
 
 def attention_windows(text: Any) -> dict[str, int | None]:
@@ -46,42 +28,6 @@ def attention_windows(text: Any) -> dict[str, int | None]:
     if not kinds:
         kinds = {SLIDING if window and getattr(text, "use_sliding_window", True) else FULL}
     return {kind: window if kind == SLIDING else None for kind in sorted(kinds)}
-
-
-def require_tree_attention(full: Any, name: str) -> None:
-    """Raise PipelineError where a model's configuration shows that its layers cannot verify a tree; needs no
-    weights.
-    """
-    text = full.get_text_config()
-    kinds = attention_windows(text)
-    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(full), None)
-    for kind in kinds:
-        if kind not in (FULL, SLIDING):
-            _refuse(name, f"{kind} layers", _REASONS.get(kind, "its attention takes no mask over single tokens"))
-    if full.is_encoder_decoder:
-        _refuse(name, "an encoder", "its text is not one sequence that grows at its end")
-    if getattr(text, "use_bidirectional_attention", None) is True or getattr(text, "is_causal", True) is False:
-        _refuse(name, "bidirectional attention", "earlier tokens would have to see the tree")
-    if model is None and "AutoModelForCausalLM" not in (getattr(full, "auto_map", None) or {}):
-        raise PipelineError(
-            f"target {name!r} is a {full.model_type!r}, of which transformers knows no causal language model "
-            "(AutoModelForCausalLM)"
-        )
-    if not getattr(text, "layer_types", None) and getattr(model, "_is_stateful", False):
-        _refuse(name, f"recurrent layers ({full.model_type})", _STATE)
-    if text.model_type in ("bloom", "mpt") or getattr(text, "alibi", False):
-        _refuse(name, "ALiBi", "it counts distances along the cache, where siblings are adjacent")
-    if "local" in (getattr(text, "attention_layers", None) or ()):
-        _refuse(name, "local layers", "their window is counted along the cache, where siblings are adjacent")
-    if SLIDING in kinds and not kinds[SLIDING]:
-        _refuse(name, f"{SLIDING} layers without sliding_window", "the size of their window is not known")
-
-
-def _refuse(name: str, feature: str, reason: str) -> None:
-    raise PipelineError(
-        f"target {name!r} has {feature}: no token tree can be verified with it, since {reason}. Supported are decoders "
-        f"whose layers are all {FULL} or {SLIDING}"
-    )
 
 
 def max_positions(text: Any) -> int:
@@ -187,44 +133,6 @@ def _pad_mask(visible_NC: Tensor, width: int, capacity: int) -> Tensor:
     padded = F.pad(visible_NC, (0, capacity - columns, 0, width - count))
     padded[count:, 0] = True
     return padded
-
-
-@torch.inference_mode()
-def require_tree(target: "Verifier", name: str) -> None:
-    """Raise PipelineError when a tree after a cached prefix gets other states than plain forwards of its paths. Takes
-    16 tokens.
-
-    If the mask were ignored, the second of two siblings and its child would see the first. In half precision the bound
-    is half of that distance, as one token that other experts take may move a state by much.
-    """
-    a, b, root, left, right, below = (target.config.vocab_size // 8 * torch.arange(1, 7)).tolist()
-    expected_BTD = target.capture(torch.tensor([[a, b, root, left, right], [a, b, root, right, below]]))
-    expected_ND = torch.cat([expected_BTD[0, 2:4], expected_BTD[1, 3:5]]).float()
-    visible = torch.ones(4, 6, dtype=torch.bool).tril(2)
-    visible[2:, 3] = False  # neither the second sibling nor its child sees the first
-    placement = {"device": target.device}
-    try:
-        cache = target.new_cache(6)
-        target.forward(torch.tensor([a, b], **placement), cache)
-        tree = torch.tensor([root, left, right, below], **placement)
-        tree_ND = target.forward(
-            tree, cache, torch.tensor([2, 3, 3, 4], **placement), visible.to(target.device)
-        ).final_ND.float()
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise PipelineError(
-            f"target {name!r} takes no tree's mask ({type(error).__name__}: {error}); this architecture needs support "
-            "in pipeline/lm/attention.py"
-        ) from None
-    difference, bound = (tree_ND - expected_ND).norm(), torch.finfo(target.dtype).eps ** 0.5 * expected_ND.norm()
-    if target.dtype != torch.float32:
-        bound = bound.maximum((expected_BTD[0, 4].float() - expected_ND[2]).norm() / 2)
-    if not difference <= bound:
-        raise PipelineError(
-            f"target {name!r}: this architecture's attention ignores the tree's mask or its positions (states of a "
-            "small tree are "
-            f"{difference.item():.3g} from plain decoding's, expected at most {bound.item():.3g}); it needs support in "
-            "pipeline/lm/attention.py"
-        )
 
 
 def packed_masks(

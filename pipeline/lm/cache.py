@@ -1,17 +1,23 @@
-"""The key-value cache of tree decoding: it is written in place, and cut back to the accepted path after each round.
+"""The caches of decoding, which keep the accepted tokens of each round.
 
-No accepted token is computed or copied twice: a round copies the accepted path's entries, not the prefix.
+A tree's is written in place and cut back to the accepted path: a round copies the path's entries, not the prefix. A
+chain's serves targets whose layers merge all tokens into a state, which cannot be cut back.
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
 from pipeline.basics.accelerator import to_device
 
+STATE_COPIES = 3  # of a chain's cache: the current states, those before the chain, and those after the prompt
+MAX_PENDING = 16  # accepted tokens that are forwarded again with a chain; more are forwarded before it
 FIRST_CAPACITY = 256  # tokens, where the expected number is unknown; a buffer doubles when it is full
 
 
@@ -109,3 +115,95 @@ class TreeCache(Cache):
                 moved[device] = to_device(path, device)
             layer.keep(prefix, moved.get(device), len(path))
         self.length = prefix + len(path)
+
+
+class ChainCache:
+    """A cache in the form that the model makes itself, for targets whose states cannot be cut back to an earlier token.
+
+    Before a chain is verified the states are copied. Where one of its tokens is rejected, the copy replaces them, and
+    the accepted tokens become `pending`: the next forward takes them again, in front of its own, so that no pass is
+    added. Keys and values are not copied: transformers' layers never change them in place.
+    """
+
+    capacity = None
+
+    def __init__(self) -> None:
+        self.length = 0  # tokens, those of the last forward included
+        self.states: Any = None  # of transformers; None before the first forward
+        self.pending: Tensor | None = None  # the last tokens of `length` that `states` lack
+        self._saved: _Saved | None = None  # before the last chain
+        self._prompt: _Saved | None = None  # after the first forward
+
+    @property
+    def pending_count(self) -> int:
+        return 0 if self.pending is None else len(self.pending)
+
+    def take_pending(self, more_than: int) -> Tensor | None:
+        """Remove the pending tokens, if they are more than that, and return them: they are to be forwarded next."""
+        if self.pending is None or len(self.pending) <= more_than:
+            return None
+        pending_N, self.pending = self.pending, None
+        self.length -= len(pending_N)
+        return pending_N
+
+    def begin(self, tokens_N: Tensor) -> Tensor:
+        """Prepare a forward of new tokens. Return all tokens that it takes: the pending ones and the new ones."""
+        if self._prompt is None and self.states is not None:
+            self._prompt = _Saved(self.length, copy_states(self.states))
+        all_N = tokens_N if self.pending is None else torch.cat([self.pending, tokens_N])
+        if self.length and len(tokens_N) > 1:  # the first of them is never rejected
+            self._saved = _Saved(self.length - self.pending_count, copy_states(self.states), all_N)
+        return all_N
+
+    def end(self, states: Any, count: int) -> None:
+        """Store the model's cache after a forward with `count` new tokens."""
+        self.states, self.pending, self.length = states, None, self.length + count
+
+    def keep(self, prefix: int, path: Sequence[int] = ()) -> None:
+        """Keep the first `prefix` tokens and after them those at the positions `path`, which follow them directly."""
+        assert list(path) == list(range(prefix, prefix + len(path))), "a chain's tokens follow each other"
+        length = prefix + len(path)
+        if length < self.length:
+            if self._prompt and length == self._prompt.length:
+                self.states, self.pending = copy_states(self._prompt.states), None
+            else:
+                assert self._saved and length > self._saved.length, "no states of an earlier token are kept"
+                self.states, self.pending = self._saved.states, self._saved.following_N[: length - self._saved.length]
+        self.length, self._saved = length, None
+
+
+@dataclass
+class _Saved:
+    """States after `length` tokens, and the tokens of the forward that followed."""
+
+    length: int
+    states: Any
+    following_N: Any = None
+
+
+def copy_states(states: Any) -> Any:
+    """Copy a cache of transformers. Its keys and values are shared with the copy, as a forward makes new ones."""
+    shared = {id(tensor): tensor for layer in states.layers for tensor in _keys_and_values(layer)}
+    return copy.deepcopy(states, shared)
+
+
+def state_bytes(states: Any) -> int:
+    """Return the bytes of a cache that `copy_states` copies."""
+    shared = {id(tensor) for layer in states.layers for tensor in _keys_and_values(layer)}
+    tensors = {id(tensor): tensor for tensor in _tensors_in(states) if id(tensor) not in shared}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(part)
+    elif type(value).__module__.startswith("transformers."):
+        yield from _tensors_in(vars(value))
+
+
+def _keys_and_values(layer: Any) -> Iterator[Any]:
+    if isinstance(layer, DynamicLayer) and layer.is_initialized:
+        yield from (layer.keys, layer.values)

@@ -14,7 +14,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.utils import cached_file
@@ -23,11 +23,12 @@ from pipeline.basics import embedded
 from pipeline.basics.accelerator import accelerator_kind, resolve_device
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, read_json
-from pipeline.lm.attention import require_tree_attention, use_masked_attention
+from pipeline.basics.fingerprint import cache_by_files, identity
+from pipeline.lm.ability import auto_class, find_decoder, find_tree_obstacle, require_readable
+from pipeline.lm.attention import use_masked_attention
 from pipeline.lm.chat import require_template, template_fingerprint, tokenizer_fingerprint
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead, head_effects
-from pipeline.lm.fingerprint import cache_by_files, identity
 from pipeline.lm.template import apply_settings
 from pipeline.lm.verifier import Verifier
 
@@ -100,15 +101,23 @@ def _loading(config: TargetConfig) -> Iterator[None]:
         raise PipelineError(f"target {config.model!r} cannot be loaded: {error or type(error).__name__}") from None
 
 
-def load_config(config: TargetConfig) -> Any:
-    """Load the text configuration. Raise PipelineError when the model is unavailable or its layers cannot verify a
-    tree.
-    """
+def load_full_config(config: TargetConfig) -> Any:
+    """Load the configuration. Raise PipelineError when the model is unavailable or no causal language model."""
     files = locate_target(config)
     with _loading(config):
         full = AutoConfig.from_pretrained(files.name, **files.options())
-    require_tree_attention(full, config.model)
-    return full.get_text_config()
+    require_readable(full, config.model)
+    return full
+
+
+def load_config(config: TargetConfig) -> Any:
+    """Load the text configuration. Raise PipelineError when the model is unavailable or no causal language model."""
+    return load_full_config(config).get_text_config()
+
+
+def load_tree_obstacle(config: TargetConfig) -> str | None:
+    """Return why the target cannot verify a tree, by its configuration; None if it can. Raise as `load_config`."""
+    return find_tree_obstacle(load_full_config(config))
 
 
 def load_tokenizer(config: TargetConfig) -> Any:
@@ -221,16 +230,15 @@ def identify_if_local(config: TargetConfig) -> TargetIdentity | None:
 
 
 def fingerprint(config: TargetConfig) -> str:
-    """Hash configuration and every byte of the weights (`pipeline/lm/fingerprint.py`)."""
+    """Hash configuration and every byte of the weights (`pipeline/basics/fingerprint.py`)."""
     return identity(load_config(config).to_dict(), set(weight_files(locate_target(config)).values()))
 
 
 def _skeleton(config: TargetConfig) -> Any:
     """Build the model without its weights, on the meta device."""
-    files = locate_target(config)
-    full = AutoConfig.from_pretrained(files.name, **files.options())
+    full = load_full_config(config)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(full, trust_remote_code=files.trust_remote_code)
+        return auto_class(full, config.model).from_config(full, trust_remote_code=config.trust_remote_code)
 
 
 def count_parameters(config: TargetConfig) -> int:
@@ -279,7 +287,7 @@ def load_embed_head(config: TargetConfig, decoder_dtype: torch.dtype | None = No
 def load_final_norm(config: TargetConfig, dtype: str) -> nn.Module:
     """Load the target's norm after its last layer, and no other weights. Raise PipelineError where it has none."""
     skeleton = _skeleton(config)
-    decoder = skeleton.get_decoder()
+    decoder = find_decoder(skeleton)
     norm = getattr(decoder, "norm", None)
     if norm is None:
         raise PipelineError(
@@ -301,8 +309,10 @@ def load_final_norm(config: TargetConfig, dtype: str) -> nn.Module:
 
 
 def load_reader(config: TargetConfig, device: torch.device, dtype: torch.dtype) -> tuple[Verifier, Any]:
-    """Load any causal language model that can read a tree, and its tokenizer. Raise PipelineError."""
+    """Load any causal language model that can verify a tree, and its tokenizer. Raise PipelineError."""
     files, text = locate_target(config), load_config(config)
+    if obstacle := load_tree_obstacle(config):
+        raise PipelineError(f"model {config.model!r} cannot draft: it has {obstacle}. Name one of full attention")
     with _loading(config):
         tokenizer = AutoTokenizer.from_pretrained(files.name, **files.options())
     return Verifier(_load(config, dtype).to(device), text, config.model), tokenizer
@@ -311,16 +321,16 @@ def load_reader(config: TargetConfig, device: torch.device, dtype: torch.dtype) 
 def _load_decoder(config: TargetConfig, dtype: torch.dtype) -> nn.Module:
     model = _load(config, dtype)
     use_masked_attention(model)
-    return model.get_decoder().to(resolve_device(config.device))
+    return find_decoder(model).to(resolve_device(config.device))
 
 
 def empty_decoder(config: TargetConfig, dtype: torch.dtype) -> nn.Module:
     """Build the target's decoder (the layers between embedding and head) without its weights."""
-    files = locate_target(config)
-    full = AutoConfig.from_pretrained(files.name, **files.options())
-    model = AutoModelForCausalLM.from_config(full, trust_remote_code=files.trust_remote_code, dtype=dtype)
+    full = load_full_config(config)
+    options = {"trust_remote_code": config.trust_remote_code, "dtype": dtype}
+    model = auto_class(full, config.model).from_config(full, **options)
     use_masked_attention(model)
-    return model.requires_grad_(False).get_decoder()
+    return find_decoder(model.requires_grad_(False))
 
 
 def _load(config: TargetConfig, dtype: torch.dtype, **placement: Any) -> Any:
@@ -330,8 +340,9 @@ def _load(config: TargetConfig, dtype: torch.dtype, **placement: Any) -> Any:
     files = locate_target(config)
     options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True, **placement}
     options |= files.options()
+    model_class = auto_class(load_full_config(config), config.model)
     with _loading(config):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(files.name, dtype=dtype, **options)
+        loaded: Any = model_class.from_pretrained(files.name, dtype=dtype, **options)
     model, info = loaded
     if info["missing_keys"]:
         raise _incomplete(config, min(info["missing_keys"]))
@@ -348,8 +359,10 @@ def _incomplete(config: TargetConfig, name: str) -> PipelineError:
 class Target(Verifier):
     """The loaded frozen model of a recipe, and its tokenizer."""
 
-    def __init__(self, config: TargetConfig, dtype: str):
-        """Raise PipelineError when hidden state and head do not reproduce the model's own logits."""
+    def __init__(self, config: TargetConfig, dtype: str, verify: bool = True):
+        """Raise PipelineError when hidden state and head do not reproduce the model's own logits. `verify`: as for
+        `Verifier`.
+        """
         text = load_config(config)
         self.tokenizer = load_tokenizer(config)
         model = _load(config, DTYPES[dtype], **placement_options(config))
@@ -358,7 +371,7 @@ class Target(Verifier):
                 f"target {config.model!r} does not fit the {torch.accelerator.device_count()} visible GPUs: "
                 "give a worker more of them (features.gpus_per_worker), or larger ones"
             )
-        super().__init__(model, text, config.model)
+        super().__init__(model, text, config.model, verify)
 
     def stop_ids(self) -> set[int]:
         return _stop_ids(self.model.generation_config, self.tokenizer)

@@ -1,14 +1,14 @@
-"""A loaded causal language model as decoding requires it: its hidden states, its verification of a token tree, its
-embedding and head.
+"""A loaded causal language model as the stages require it: its hidden states, its verification of a token tree or a
+chain, its embedding and head.
 
-It works on any `AutoModelForCausalLM` of full or sliding attention by its own forward; it holds no private copy of a
-model.
+It works on transformers' own models by their own forward; it holds no private copy of a model.
 """
 
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.basics.errors import PipelineError
+from pipeline.lm.ability import Shape, find_decoder, find_layers, find_tree_obstacle, require_chain, require_tree
 from pipeline.lm.attention import (
     attention_windows,
     causal_mask,
     layer_masks,
     max_positions,
-    require_tree,
     use_masked_attention,
 )
-from pipeline.lm.cache import TreeCache
+from pipeline.lm.cache import MAX_PENDING, ChainCache, TreeCache
 from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead, head_effects
 from pipeline.lm.states import States
 
@@ -41,33 +41,50 @@ def rounding_bound(dtype: torch.dtype, device: torch.device) -> float:
 
 
 class Verifier:
-    """A causal language model that verifies token trees. Hidden states are the decoder's output after its final
-    norm.
+    """A causal language model that verifies token trees, or chains. Hidden states are the decoder's output after its
+    final norm.
     """
 
-    def __init__(self, model: Any, text: Any, name: str):
-        """`model` is in eval mode, `text` its text configuration, and `name` is for messages.
+    def __init__(self, model: Any, text: Any, name: str, verify: bool = True):
+        """`model` is in eval mode, `text` its text configuration, and `name` is for messages. Without `verify` it is
+        not proven that the model verifies draft tokens: it is to read texts.
 
         Raise PipelineError when hidden state and head do not reproduce the model's own logits.
         """
-        self.model, self.config, self.dtype = model, text, model.dtype
+        self.model, self.config, self.dtype, self._name = model, text, model.dtype, name
         self.compiled, self.filled = False, 1  # `filled`: number of rows to which packed layers pad a single one
         self._caches: dict[int, TreeCache] = {}  # the caches of a compiled target, by capacity
         self._captured = threading.local()  # by thread: layer -> output
         self._hooks: dict[int, Any] = {}  # by layer
         use_masked_attention(model)
         self.positions, self._windows = max_positions(text), attention_windows(text)
-        self.decoder = model.base_model
+        self.decoder = find_decoder(model)
+        self.tree_obstacle = find_tree_obstacle(model.config)
+        parameters = signature(self.decoder.forward).parameters
+        self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         output: Any = model.get_output_embeddings()
         self.device = output.weight.device  # of a spread target the last; its own hooks move the inputs
         self.head = LMHead(output.weight, output.bias, **head_effects(text))
         self.embedding_VD = model.get_input_embeddings().weight
         self._require_split(name)
-        require_tree(self, name)
+        if verify:
+            (require_tree if self.verifies == "tree" else require_chain)(self, name)
+
+    @property
+    def verifies(self) -> Shape:
+        """Return the draft tokens that one forward verifies."""
+        return "chain" if self.tree_obstacle else "tree"
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether a verification's logits are plain decoding's, bit for bit, or differ by less than a choice
+        between two tokens can show: in float32 on a CPU, and without layers that round a chain's sums otherwise.
+        """
+        return self.verifies == "tree" and rounding_bound(self.dtype, self.device) == 0
 
     def embed_head(self, fingerprint: str) -> EmbeddingAndHead:
         """Return the embedding and head for drafts, on the device where the hidden states arrive."""
-        return EmbeddingAndHead(self.embedding_VD.to(self.device), self.head, fingerprint, self.model.get_decoder())
+        return EmbeddingAndHead(self.embedding_VD.to(self.device), self.head, fingerprint, self.decoder)
 
     def _require_split(self, name: str) -> None:
         probe = torch.arange(8, device=self.device)[None]
@@ -115,7 +132,7 @@ class Verifier:
         """Fill the yielded dictionary with the layers' outputs during a forward of this thread."""
         new = set(layers) - set(self._hooks)
         for layer in new:
-            block = self.model.get_decoder().layers[layer - 1]
+            block = find_layers(self.decoder, self._name)[layer - 1]
             self._hooks[layer] = block.register_forward_hook(partial(self._keep, layer))
         if new and self.compiled:
             torch.compiler.reset()  # compiled code ignores new hooks
@@ -135,14 +152,24 @@ class Verifier:
     def _keep(self, layer: int, _module, _inputs, output) -> None:
         """Store a layer's output. A hook is called in the forwards of all threads; each stores its own."""
         outputs = getattr(self._captured, "outputs", None)
-        if outputs is not None:
-            outputs[layer] = (output[0] if isinstance(output, tuple) else output).to(self.device)
+        if outputs is None:
+            return
+        state = output[0] if isinstance(output, tuple) else output
+        if state.ndim != 3 or state.shape[-1] != self.config.hidden_size:
+            raise PipelineError(
+                f"target {self._name!r}: the output of layer {layer} has the shape {tuple(state.shape)}, expected one "
+                f"state of {self.config.hidden_size} values a token: leave features.auxiliary_layers out, and choose "
+                "drafts that read the final state"
+            )
+        outputs[layer] = state.to(self.device)
 
     @torch.inference_mode()
-    def new_cache(self, capacity: int) -> TreeCache:
+    def new_cache(self, capacity: int) -> TreeCache | ChainCache:
         """Return a cache for up to `capacity` tokens. A compiled target uses the same memory every time, as CUDA graphs
         are bound to addresses: the cache returned before becomes invalid.
         """
+        if self.verifies == "chain":
+            return ChainCache()
         if not self.compiled:
             return TreeCache(expected=capacity)
         capacity = fixed_capacity(capacity)
@@ -151,7 +178,13 @@ class Verifier:
         return cache
 
     def compile(self, backend: str = "inductor") -> None:
-        """Compile forwards over a cache, with fixed shapes, on a GPU into CUDA graphs. Prefills are not compiled."""
+        """Compile forwards over a cache, with fixed shapes, on a GPU into CUDA graphs. Prefills are not compiled. Raise
+        PipelineError for a target that verifies chains, whose caches have other forms.
+        """
+        if self.verifies == "chain":
+            raise PipelineError(
+                f"eval.compile=true requires a target that verifies trees; this has {self.tree_obstacle}"
+            )
         torch._dynamo.config.recompile_limit = 256  # a compilation for every width and capacity; the tuner tries many
         graphs: Any = {"mode": "reduce-overhead"} if backend == "inductor" and self.device.type == "cuda" else {}
         self._compiled = torch.compile(self.decoder, backend=backend, dynamic=False, fullgraph=True, **graphs)
@@ -161,7 +194,7 @@ class Verifier:
     def forward(
         self,
         tokens_N: Tensor,
-        cache: TreeCache,
+        cache: TreeCache | ChainCache,
         positions_N: Tensor | None = None,
         mask_NC: Tensor | None = None,
         width: int = 1,
@@ -170,8 +203,11 @@ class Verifier:
         """Append N tokens to the cache and return their states, with the outputs of these decoder layers.
 
         ``mask_NC`` (bool, C = cached + N) defines which tokens each token sees; without it attention is causal, which
-        is right for a first prompt or a single token only. A compiled target pads to `width` tokens.
+        is right for a first prompt or a single token only. A compiled target pads to `width` tokens. A target that
+        verifies chains takes any tokens as the next ones.
         """
+        if isinstance(cache, ChainCache):
+            return self._forward_chain(tokens_N, cache, layers)
         past, count = cache.length, len(tokens_N)
         assert mask_NC is not None or past == 0 or count == 1
         if positions_N is None:
@@ -198,6 +234,23 @@ class Verifier:
         cache.length = past + count
         auxiliary_NSD = torch.stack([outputs[layer][0, :count] for layer in layers], dim=1) if layers else None
         return States(output.last_hidden_state[0, :count].to(self.device), auxiliary_NSD, layers)
+
+    def _forward_chain(self, tokens_N: Tensor, cache: ChainCache, layers: tuple[int, ...]) -> States:
+        if (pending_N := cache.take_pending(MAX_PENDING)) is not None:
+            self._forward_chain(pending_N, cache, ())
+        count, first = len(tokens_N), cache.length - cache.pending_count
+        all_N = cache.begin(tokens_N)
+        capturing: Any = self._capture_layers(layers) if layers else nullcontext({})
+        with capturing as outputs:
+            output = self.decoder(
+                input_ids=all_N[None],
+                position_ids=torch.arange(first, first + len(all_N), device=self.device)[None],
+                use_cache=True,
+                **{self._cache_name: cache.states},
+            )
+        cache.end(output[self._cache_name], count)
+        auxiliary_NSD = torch.stack([outputs[layer][0, -count:] for layer in layers], dim=1) if layers else None
+        return States(output.last_hidden_state[0, -count:].to(self.device), auxiliary_NSD, layers)
 
 
 def fixed_capacity(tokens: int) -> int:

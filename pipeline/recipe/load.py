@@ -10,6 +10,7 @@ from pipeline.drafts import DRAFTS
 from pipeline.recipe.dtypes import resolve_dtypes
 from pipeline.recipe.read import apply_overrides, explain, read_tree, recipe_file, refusal
 from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.trees import auto_tree, take_auto_tree
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None, begin: bool = False) -> Recipe:
@@ -24,6 +25,15 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None, begin: boo
 def recipe_from(tree: dict[str, Any], path: Path, overrides: list[str]) -> Recipe:
     """Return the recipe of a file's content. Raises PipelineError that names the file."""
     tree = apply_overrides(tree, path, overrides)
+    is_auto = take_auto_tree(tree)
+    recipe = _validate(tree, path)
+    if is_auto and (settings := auto_tree(recipe.target)):
+        tree["eval"]["tree"] = settings
+        recipe = _validate(tree, path)
+    return recipe
+
+
+def _validate(tree: dict[str, Any], path: Path) -> Recipe:
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:

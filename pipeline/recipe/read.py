@@ -21,6 +21,7 @@ from pipeline.basics.public import require_no_credential
 from pipeline.basics.section import Section
 from pipeline.basics.settings import Settings
 from pipeline.recipe.sections import Outline
+from pipeline.recipe.trees import take_auto_tree
 
 RECIPES = ROOT / "infra/recipes"  # the recipes that come with the project
 
@@ -61,6 +62,7 @@ def require_sound(path: str | Path, overrides: list[str]) -> None:
     """Raise PipelineError for errors in a recipe's file, without reading the settings of its drafts."""
     path = recipe_file(path)
     tree = apply_overrides(read_tree(path), path, overrides)
+    take_auto_tree(tree)
     try:
         Outline.model_validate(tree)
     except ValidationError as error:

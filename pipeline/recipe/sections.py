@@ -245,7 +245,8 @@ class EvalConfig(Section):
     """The measurement. Every method decodes the same prompts in one process, interleaved."""
 
     benchmarks: Annotated[dict[str, BenchmarkConfig], Field(min_length=1)]  # sets of prompts, by a name you choose
-    tree: TreeConfig = TreeConfig()  # the tree of every method without its own
+    # The tree of every method without its own; "auto": the default, or a chain if the target verifies chains alone.
+    tree: TreeConfig = TreeConfig()
     # Methods by name. Every draft is a method of its own name, and is listed only if its tree differs.
     methods: dict[Name, Method] = {}
     temperatures: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)] = [0.0, 1.0]  # 0: greedy

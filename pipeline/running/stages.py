@@ -27,6 +27,7 @@ from pipeline.recipe.dtypes import describe_dtypes, warn_of_emulation
 from pipeline.recipe.identity import run_hash
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.trees import require_verifiable
 from pipeline.running import children
 from pipeline.running.cores import check_process_count
 from pipeline.running.gpus import env_assignments, launch_command, require_choice, require_gpus, require_step
@@ -105,6 +106,8 @@ def run(recipe_path: str, overrides: list[str], until: str = "eval") -> None:
 def _require_possible(recipe: Recipe, until: str) -> None:
     """Raise PipelineError, before hours of dumping, for what a stage up to `until` would refuse."""
     require_choice(recipe)
+    if until == "eval":
+        require_verifiable(recipe)
     if until != "preprocess":
         if recipe.target.device != "cpu":
             require_gpus(recipe.train.ranks or 1)

@@ -23,7 +23,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import LoadedMethod
 from pipeline.decoding.generate import Sampling, decode_speculative, prefill
 from pipeline.drafts.parts.module import TrainedDraft
-from pipeline.lm.attention import require_tree_attention, use_masked_attention
+from pipeline.lm.attention import use_masked_attention
 from pipeline.lm.verifier import Verifier
 
 OPEN_DRAFTS = "_opened_drafts"  # attribute of the model
@@ -252,7 +252,6 @@ def _open(model: Any, released: Released, release_name: str, hub: dict[str, Any]
     if opened.verifier is None or not _is_built_from(opened.verifier, model):
         _require_target(model, released)
         name = Path(model.config.name_or_path or "model").name
-        require_tree_attention(model.config, name)
         opened = OpenDrafts(Verifier(model, model.config.get_text_config(), name))
         setattr(model, OPEN_DRAFTS, opened)
     use_masked_attention(model)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.basics import fingerprint as module
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
-from pipeline.lm import fingerprint as module
+from pipeline.basics.fingerprint import cached_sha256
 from pipeline.lm.config import TargetConfig
-from pipeline.lm.fingerprint import cached_sha256
 from pipeline.lm.model import fingerprint, load_config, locate_target
 from tests.kit import flip
 

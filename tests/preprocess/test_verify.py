@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.basics import fingerprint
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.features.schema import TextRow, to_stored_row
 from pipeline.features.shards import FeatureStore, Manifest, find_all_damage, text_name, write_shard
 from pipeline.features.text import write_text_table
-from pipeline.lm import fingerprint
 from pipeline.recipe.load import load_recipe
 from preprocess.verify import damaged_shards, main
 from preprocess.verify import verify as check

@@ -33,7 +33,7 @@ class TransformersSource:
     one_pass = False
 
     def __init__(self, config: TargetConfig, identity: SourceIdentity):
-        self._target, self.identity = Target(config, identity.dtype), identity
+        self._target, self.identity = Target(config, identity.dtype, verify=False), identity
         self.tokenizer, self.positions = self._target.tokenizer, self._target.positions
         self.stop_ids = frozenset(self._target.stop_ids())
         self._target.model.generation_config = GenerationConfig()  # not the family's own temperature or penalties
