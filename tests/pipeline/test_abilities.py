@@ -24,7 +24,7 @@ SUPPORT = SimpleNamespace(resolve=lambda tree: tree, max_level=lambda tree: tree
 
 
 @dataclass
-class Oracle:
+class GuessingDraft:
     """A draft that knows the answer, and guesses each of its tokens with probability 0.6. In a tree the right token is
     the second of two siblings.
     """
@@ -83,7 +83,7 @@ def test_states_and_answers_are_the_models_own(family, tmp_path):
     assert decode_plain(target, prompt, sampling).tokens == answer
     siblings = target.verifies == "tree"
     tree = TreeConfig(depth=DEPTH, top_k=2, nodes=1 + 2 * DEPTH) if siblings else chain(DEPTH)
-    decoded = decode_speculative(target, LoadedMethod(Oracle(prompt, answer, siblings), tree), prompt, sampling)
+    decoded = decode_speculative(target, LoadedMethod(GuessingDraft(prompt, answer, siblings), tree), prompt, sampling)
     assert decoded.tokens == answer and 1.5 < decoded.acceptance.tau < 3
 
 

@@ -1,6 +1,7 @@
 """Targets of other families, tiny and random: each goes through dump, training and decoding, and is lossless."""
 
 import json
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -19,7 +20,7 @@ from pipeline.features.shards import FeatureStore
 from pipeline.lm import attention
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.embedding_head import EmbeddingAndHead
-from pipeline.lm.model import Target, fingerprint, load_config, load_embed_head
+from pipeline.lm.model import Target, fingerprint, load_config, load_embed_head, load_tree_obstacle
 from pipeline.recipe.recipe import Recipe
 from tests.kit import byte_tokenizer, dump_here, recipe_tree, write_sharegpt
 from tests.pipeline.families import FAMILIES, SMALL, WINDOW, save
@@ -250,33 +251,47 @@ def test_longrope_ends_where_it_would_turn_all_positions_otherwise(families, dia
         decode_plain(target, prompt_of(0, 120), Sampling(9, NEVER))
     recipe = small_recipe(config, dialogues, tmp_path)
     longer = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": 129})})
-    with pytest.raises(PipelineError, match=r"data.max_length=129: .* \(longrope\).* set it to 128 or less"):
+    with pytest.raises(PipelineError, match=r"data.max_length=129: .* \(longrope\).* Set it to 128 or less"):
         feature_spec(longer)
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------
 
-REFUSED = {
-    "qwen3_next": ({}, "linear_attention layers.* a rejected one cannot be removed"),
-    "mamba": ({}, "linear_attention layers.* a rejected one cannot be removed"),
-    "jamba": ({}, "linear_attention layers.* a rejected one cannot be removed"),
-    "recurrent_gemma": ({}, "linear_attention layers.* a rejected one cannot be removed"),
-    "falcon_h1": ({}, "hybrid layers.* a rejected one cannot be removed"),
-    "rwkv": ({}, r"recurrent layers \(rwkv\).* a rejected one cannot be removed"),
-    "llama4_text": ({}, "chunked_attention layers.* where its chunk begins"),
-    "bloom": ({}, "ALiBi.* along the cache"),
-    "gpt_neo": ({"attention_types": [[["global", "local"], 1]]}, "local layers.* along the cache"),
-    "gemma3_text": ({"use_bidirectional_attention": True, "sliding_window": 8}, "bidirectional attention"),
+NO_TREES = {
+    "qwen3_next": ({}, "linear_attention layers: .* a rejected one cannot be removed"),
+    "mamba": ({}, "linear_attention layers: .* a rejected one cannot be removed"),
+    "recurrent_gemma": ({}, "linear_attention layers: .* a rejected one cannot be removed"),
+    "falcon_h1": ({}, "hybrid layers: .* a rejected one cannot be removed"),
+    "rwkv": ({}, r"recurrent layers \(rwkv\): .* a rejected one cannot be removed"),
+    "llama4_text": ({}, "chunked_attention layers: .* where its chunk begins"),
+    "deepseek_v32": ({}, "indexed_attention layers: its attention takes no mask over single tokens"),
+    "bloom": ({}, "ALiBi: .* along the cache"),
+    "gpt_neo": ({"attention_types": [[["global", "local"], 1]]}, "local layers: .* along the cache"),
     "gpt_oss": ({"sliding_window": None}, "sliding_attention layers without sliding_window"),
-    "t5": ({}, "an encoder"),
 }
 
 
-@pytest.mark.parametrize("family", REFUSED)
-def test_layers_that_cannot_verify_a_tree_are_refused_before_weights_are_loaded(tmp_path, family):
-    settings, reason = REFUSED[family]
+@pytest.mark.parametrize("family", NO_TREES)
+def test_layers_that_cannot_verify_a_tree_are_known_before_weights_are_loaded(tmp_path, family):
+    settings, reason = NO_TREES[family]
     AutoConfig.for_model(family, **{**SMALL, **settings}).save_pretrained(tmp_path)
-    with pytest.raises(PipelineError, match=f"target .* has {reason}.*Supported are decoders"):
+    config = TargetConfig(model=str(tmp_path))
+    assert load_config(config).vocab_size == SMALL["vocab_size"]  # a dump and a training read it
+    assert re.search(reason, load_tree_obstacle(config))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"),
+    [
+        ("gemma3_text", {"use_bidirectional_attention": True, "sliding_window": 8}, "bidirectional attention"),
+        ("t5", {}, "an encoder"),
+    ],
+)
+def test_what_is_no_causal_model_is_refused_before_weights_are_loaded(tmp_path, family, settings, reason):
+    AutoConfig.for_model(family, **{**SMALL, **settings}).save_pretrained(tmp_path)
+    with pytest.raises(
+        PipelineError, match=f"target .* has {reason}, so it is no causal language model|knows no causal"
+    ):
         load_config(TargetConfig(model=str(tmp_path)))
 
 
