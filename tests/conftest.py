@@ -14,8 +14,8 @@ os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)
 import pytest
 
 from pipeline.lm.config import TargetConfig
-from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import Target, fingerprint
+from pipeline.lm.states import EmbeddingAndHead
 from pipeline.recipe.recipe import Recipe
 from tests import cluster
 from tests.kit import recipe_tree, save_tiny_target, write_sharegpt

@@ -27,7 +27,7 @@ from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import TrainConfig
 from pipeline.serving.export import LAUNCH_COMMANDS
 from tests.kit import ROOT
-from tests.pipeline.families import FAMILIES
+from tests.pipeline.families import CHAINS, FAMILIES, MORE_TREES, MULTIMODAL, READ_ALONE
 from tests.test_docs import GUIDES, PAGES
 
 DEMO = ROOT / "infra/recipes/demo.toml"
@@ -205,7 +205,11 @@ def test_each_folder_of_the_code_is_listed():
     ("page", "pattern", "value"),
     [
         ("README.md", r"has to divide global_batch, which is (\d+)", TrainConfig().global_batch),
-        ("docs/scope.md", r"\[(\d+) families\]", len(FAMILIES)),
+        (
+            "docs/scope.md",
+            r"(\d+) families, tiny",
+            sum(map(len, (FAMILIES, MORE_TREES, CHAINS, READ_ALONE, MULTIMODAL))),
+        ),
         ("docs/data.md", r"`target.template_date`\s\((\S+) unless you set it\)", TargetConfig(model="x").template_date),
         (
             "docs/trees.md",

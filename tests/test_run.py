@@ -27,8 +27,8 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.decoding.generate import Sampling, decode_plain, decode_speculative
 from pipeline.decoding.sources import Sources
-from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import Target, fingerprint
+from pipeline.lm.states import EmbeddingAndHead
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.running.stages import eval_state, features_state, list_stages, print_status, run
 from preprocess.dump.driver import dump

@@ -23,8 +23,8 @@ from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.drafts.parts.losses import Term
 from pipeline.features.shards import FeatureStore
 from pipeline.features.text import first_texts
-from pipeline.lm.embedding_head import EmbeddingAndHead, count_known_tokens
 from pipeline.lm.model import DTYPES, load_config, load_embed_head, load_tokenizer
+from pipeline.lm.states import EmbeddingAndHead, count_known_tokens
 from pipeline.recipe.identity import train_hash
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.state import begin_resume_states

@@ -15,17 +15,16 @@ from pipeline.artifacts import checkpoint
 from pipeline.artifacts.imported import convert_draft
 from pipeline.artifacts.published import download, has_own_format
 from pipeline.basics.errors import PipelineError
+from pipeline.basics.public import ON_HUB
 from pipeline.drafts import TrainedDraft
 from pipeline.drafts.parts.base import STARTS
 from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.drafts.parts.names import DRAFT_TOKEN_IDS
 from pipeline.features.schema import FeatureSpec
-from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import load_config
-from pipeline.lm.states import Needs
+from pipeline.lm.states import EmbeddingAndHead, Needs
 from pipeline.recipe.identity import start_folder
 from pipeline.recipe.recipe import Recipe
-from pipeline.recipe.sections import ON_HUB
 from pipeline.recipe.untrusted import TrainingFacts, parse_untrusted
 
 TARGET_KEYS = ("vocab_size", "target_layers")  # shapes taken from the current target

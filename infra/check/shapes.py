@@ -23,8 +23,8 @@ from pipeline.drafts import build
 from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.features.schema import FeatureSpec, TextRow, row_dtype
 from pipeline.features.shards import write_features
-from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import DTYPES, Target
+from pipeline.lm.states import EmbeddingAndHead
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from preprocess.dump.worker import EncodedDocument

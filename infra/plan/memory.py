@@ -25,7 +25,6 @@ from pipeline.features.schema import FeatureSpec, arrow_schema, token_bytes
 from pipeline.lm.ability import auto_class, find_decoder
 from pipeline.lm.cache import STATE_COPIES, state_bytes
 from pipeline.lm.config import TargetConfig
-from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead
 from pipeline.lm.model import (
     DTYPES,
     count_parameters,
@@ -34,6 +33,7 @@ from pipeline.lm.model import (
     load_full_config,
     load_tree_obstacle,
 )
+from pipeline.lm.states import EmbeddingAndHead, LMHead
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import TrainConfig
 from preprocess.dump.task import count_batches_in_flight

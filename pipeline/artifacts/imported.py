@@ -25,8 +25,8 @@ from pipeline.basics.public import public_text
 from pipeline.drafts import DRAFTS, TrainedDraft, build, kind_key, parameter_count
 from pipeline.drafts.parallel.mask import MASK_TOKEN_ID
 from pipeline.drafts.parts.names import DRAFT_TOKEN_IDS, UNSET
-from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import load_config, load_embed_head
+from pipeline.lm.states import EmbeddingAndHead
 from pipeline.recipe.recipe import Recipe
 
 HEAD = "lm_head.weight"

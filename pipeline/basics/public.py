@@ -57,6 +57,7 @@ _RANDOM = re.compile(  # all three kinds of characters, or a long run of letters
     r"(?<![A-Za-z0-9])(?=[A-Za-z]*[0-9])(?=[0-9]*[A-Za-z])"
     r"(?:[A-Za-z0-9]{32,}|(?=[A-Z0-9]*[a-z])(?=[a-z0-9]*[A-Z])[A-Za-z0-9]{20,})"
 )
+ON_HUB = re.compile(r"([\w.-]+/[\w.-]+)@([0-9a-f]{40})")  # a repository at a commit, since a branch can move
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 

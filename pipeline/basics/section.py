@@ -52,6 +52,14 @@ Runtime = Annotated[Value, Affects()]  # a key of how the run is executed: it ch
 Measured = Annotated[Value, Affects(("figures",))]  # a key that changes the figures only
 
 
+@dataclass(frozen=True)
+class OmitNone:
+    """A mark of a later key: no hash counts it while it is None, so that older dumps and drafts stay valid."""
+
+
+Later = Annotated[Value | None, OmitNone()]
+
+
 class Section(BaseModel):
     """The base class of a recipe's sections."""
 
@@ -66,4 +74,6 @@ class Section(BaseModel):
             for mark in annotations
             if isinstance(mark, Affects) and result not in mark.results
         }
-        return self.model_dump(mode="json", exclude=unaffecting)
+        later = {key for key, annotations in metadata.items() if any(isinstance(m, OmitNone) for m in annotations)}
+        values = self.model_dump(mode="json", exclude=unaffecting)
+        return {key: value for key, value in values.items() if value is not None or key not in later}

@@ -21,8 +21,7 @@ from pipeline.drafts.parts.module import TrainedDraft
 from pipeline.drafts.parts.names import NO_OWN_VOCABULARY, Export, FileFormat, Names
 from pipeline.drafts.parts.reads_text import TextDrafting
 from pipeline.lm.attention import FULL, GROUPED, packed_masks
-from pipeline.lm.embedding_head import count_known_tokens
-from pipeline.lm.states import Needs
+from pipeline.lm.states import Needs, count_known_tokens
 from pipeline.lm.verifier import Verifier
 
 if TYPE_CHECKING:

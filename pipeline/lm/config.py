@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from pipeline.basics.section import AutoDtype, Measured, Positive, Runtime, Scalar, Section
+from pipeline.basics.section import AutoDtype, Later, Measured, Positive, Runtime, Scalar, Section
 
 ENGINE_KEYS = {"engine", "engine_python", "engine_url", "tensor_parallel", "engine_options"}
 # The allowed vLLM EngineArgs: how it uses the machine. Others are keys of the recipe, or change the computed states.
@@ -25,6 +25,8 @@ class TargetConfig(Section):
 
     model: str  # Hugging Face id, local folder, or "embedded:smollm2-135m-instruct"
     revision: str | None = None  # a commit, branch or tag of the Hub; default: the newest
+    # A LoRA of peft, merged into the weights: a folder, or OWNER/NAME@COMMIT of the Hub.
+    adapter: Later[str] = None
     # The feature dump's; evaluation has its own. auto: bfloat16 where the device computes it natively, else float32.
     dtype: AutoDtype = "bfloat16"
     # The program that computes states and answers of the dump.
@@ -48,6 +50,8 @@ class TargetConfig(Section):
                 raise ValueError(f"{key} does not apply to engine={self.engine!r}: set another engine, or leave it out")
         if self.engine == "vllm" and self.engine_python is None:
             raise ValueError("engine='vllm' requires engine_python, the Python of the environment that vLLM is in")
+        if self.engine == "vllm" and self.adapter:
+            raise ValueError("engine='vllm' takes no adapter: run jakiro merge, and set model to its folder")
         if self.engine == "server" and self.engine_url is None:
             raise ValueError("engine='server' requires engine_url, the address of a server that speaks OpenAI's API")
         if refused := sorted(self.engine_options.keys() - OPTIONS):

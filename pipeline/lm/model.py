@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,11 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, read_json
 from pipeline.basics.fingerprint import cache_by_files, identity
 from pipeline.lm.ability import auto_class, find_decoder, find_tree_obstacle, require_readable
+from pipeline.lm.adapter import adapter_files, changes_embedding_or_head, merge_adapter
 from pipeline.lm.attention import use_masked_attention
 from pipeline.lm.chat import require_template, template_fingerprint, tokenizer_fingerprint
 from pipeline.lm.config import TargetConfig
-from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead, head_effects
+from pipeline.lm.states import EmbeddingAndHead, LMHead, head_effects
 from pipeline.lm.template import apply_settings
 from pipeline.lm.verifier import Verifier
 
@@ -206,7 +207,7 @@ def identify(config: TargetConfig) -> TargetIdentity:
         if config_file is None:
             raise PipelineError(f"target {config.model!r} has no config.json")
         files = [path for pattern in _FILES for path in config_file.parent.glob(pattern)]
-        files += [_template_file(config)] if config.chat_template else []
+        files += ([_template_file(config)] if config.chat_template else []) + adapter_files(config)
         key = [config.identity(), *(version(library) for library in ("transformers", "tokenizers"))]
         return TargetIdentity(**cache_by_files("targets", key, files, compute))
 
@@ -231,7 +232,8 @@ def identify_if_local(config: TargetConfig) -> TargetIdentity | None:
 
 def fingerprint(config: TargetConfig) -> str:
     """Hash configuration and every byte of the weights (`pipeline/basics/fingerprint.py`)."""
-    return identity(load_config(config).to_dict(), set(weight_files(locate_target(config)).values()))
+    weights = {*weight_files(locate_target(config)).values(), *adapter_files(config)}
+    return identity(load_config(config).to_dict(), weights)
 
 
 def _skeleton(config: TargetConfig) -> Any:
@@ -259,6 +261,10 @@ def load_embed_head(config: TargetConfig, decoder_dtype: torch.dtype | None = No
     the layers between them as well, in that dtype and on the recipe's device.
     """
     text = load_config(config)
+    if config.adapter and changes_embedding_or_head(config):
+        model = load_model(config, torch.float32)
+        shared = Verifier(model, text, config.model, verify=False).embed_head(fingerprint(config))
+        return replace(shared, decoder=None if decoder_dtype is None else find_decoder(model.to(decoder_dtype)))
     target_files = locate_target(config)
     skeleton = _skeleton(config)
     names = {id(parameter): name for name, parameter in skeleton.named_parameters(remove_duplicate=False)}
@@ -315,11 +321,11 @@ def load_reader(config: TargetConfig, device: torch.device, dtype: torch.dtype) 
         raise PipelineError(f"model {config.model!r} cannot draft: it has {obstacle}. Name one of full attention")
     with _loading(config):
         tokenizer = AutoTokenizer.from_pretrained(files.name, **files.options())
-    return Verifier(_load(config, dtype).to(device), text, config.model), tokenizer
+    return Verifier(load_model(config, dtype).to(device), text, config.model), tokenizer
 
 
 def _load_decoder(config: TargetConfig, dtype: torch.dtype) -> nn.Module:
-    model = _load(config, dtype)
+    model = load_model(config, dtype)
     use_masked_attention(model)
     return find_decoder(model).to(resolve_device(config.device))
 
@@ -333,7 +339,7 @@ def empty_decoder(config: TargetConfig, dtype: torch.dtype) -> nn.Module:
     return find_decoder(model.requires_grad_(False))
 
 
-def _load(config: TargetConfig, dtype: torch.dtype, **placement: Any) -> Any:
+def load_model(config: TargetConfig, dtype: torch.dtype, **placement: Any) -> Any:
     """Load the model. Raise PipelineError where the files lack a tensor, which transformers would fill with random
     numbers.
     """
@@ -346,7 +352,7 @@ def _load(config: TargetConfig, dtype: torch.dtype, **placement: Any) -> Any:
     model, info = loaded
     if info["missing_keys"]:
         raise _incomplete(config, min(info["missing_keys"]))
-    return model.eval().requires_grad_(False)
+    return (merge_adapter(model, config) if config.adapter else model).eval().requires_grad_(False)
 
 
 def _incomplete(config: TargetConfig, name: str) -> PipelineError:
@@ -365,7 +371,7 @@ class Target(Verifier):
         """
         text = load_config(config)
         self.tokenizer = load_tokenizer(config)
-        model = _load(config, DTYPES[dtype], **placement_options(config))
+        model = load_model(config, DTYPES[dtype], **placement_options(config))
         if config.device == "spread" and {"cpu", "disk"} & {str(device) for device in model.hf_device_map.values()}:
             raise PipelineError(
                 f"target {config.model!r} does not fit the {torch.accelerator.device_count()} visible GPUs: "

@@ -1,9 +1,10 @@
-"""The hidden states that a forward of the target gives, and those that a draft requires."""
+"""What drafts take from a target: the hidden states of its forwards, and its embedding and head."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.basics.accelerator import to_device
 
@@ -47,3 +48,70 @@ class States:
         at_P = to_device(nodes, self.final_ND.device)
         auxiliary_NSD = None if self.auxiliary_NSD is None else self.auxiliary_NSD[at_P]
         return States(self.final_ND[at_P], auxiliary_NSD, self.layers)
+
+
+class LMHead(nn.Module):
+    """The target's head: logits from its hidden state after the final norm, in the arithmetic of the stored weights.
+
+    It has ``weight_VD``, an optional bias, and two effects that some families apply afterwards: a scale and a soft cap.
+    """
+
+    def __init__(
+        self, weight_VD: Tensor, bias_V: Tensor | None = None, scale: float = 1.0, softcap: float | None = None
+    ):
+        super().__init__()
+        vocabulary, width = weight_VD.shape
+        self.linear = nn.Linear(width, vocabulary, bias=bias_V is not None, device="meta")
+        self.linear.weight = nn.Parameter(weight_VD, requires_grad=False)
+        if bias_V is not None:
+            self.linear.bias = nn.Parameter(bias_V, requires_grad=False)
+        self.scale, self.softcap = scale, softcap
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = self.linear(hidden)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+    def copy_to(self, device: torch.device, dtype: torch.dtype) -> "LMHead":
+        """Copy the head to the device. Weights that are mapped from a file go straight to a GPU."""
+        weight, bias = (
+            None if x is None else x.to(device, dtype, copy=True) for x in (self.linear.weight, self.linear.bias)
+        )
+        return LMHead(weight, bias, self.scale, self.softcap)
+
+    def restrict(self, ids_U: Tensor) -> "LMHead":
+        """Return the head over the ids of a reduced vocabulary."""
+        bias = self.linear.bias
+        return LMHead(self.linear.weight[ids_U], None if bias is None else bias[ids_U], self.scale, self.softcap)
+
+
+def count_known_tokens(tokenizer: Any) -> int:
+    """Return the number of ids that have a token; a padded embedding and its head have more rows."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def head_effects(config: Any) -> dict[str, Any]:
+    """Return the scale and soft cap that a target's configuration applies to its logits."""
+    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    if getattr(config, "logits_scaling", None):  # Granite
+        scale = 1.0 / config.logits_scaling
+    return {"scale": scale, "softcap": getattr(config, "final_logit_softcapping", None)}  # Gemma
+
+
+@dataclass
+class EmbeddingAndHead:
+    """The target's frozen embedding and head: the parts of it that training a draft needs."""
+
+    embedding_VD: Tensor
+    head: LMHead
+    fingerprint: str
+    decoder: nn.Module | None = None  # the layers between them, if a draft's `Needs` include these; of its own dtype
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "EmbeddingAndHead":
+        decoder = None if self.decoder is None else self.decoder.to(device)
+        return EmbeddingAndHead(
+            self.embedding_VD.to(device, dtype), self.head.copy_to(device, dtype), self.fingerprint, decoder
+        )

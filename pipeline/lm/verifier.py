@@ -25,8 +25,7 @@ from pipeline.lm.attention import (
     use_masked_attention,
 )
 from pipeline.lm.cache import MAX_PENDING, ChainCache, TreeCache
-from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead, head_effects
-from pipeline.lm.states import States
+from pipeline.lm.states import EmbeddingAndHead, LMHead, States, head_effects
 
 CAPACITY_STEP = 512  # capacities of a compiled target's caches are multiples of it: few shapes, few compilations
 

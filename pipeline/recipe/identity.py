@@ -15,13 +15,12 @@ from typing import Any
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json
 from pipeline.basics.fingerprint import cached_sha256
-from pipeline.basics.public import public_text
+from pipeline.basics.public import ON_HUB, public_text
 from pipeline.basics.section import Section
 from pipeline.decoding.config import Method
 from pipeline.drafts import load_settings
 from pipeline.features.schema import FP8
 from pipeline.recipe.recipe import Recipe
-from pipeline.recipe.sections import ON_HUB
 
 Settings = dict[str, Any]  # keyed by section
 MARK = "content:"

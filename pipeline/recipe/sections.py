@@ -10,6 +10,7 @@ import regex
 from pydantic import AfterValidator, Field, model_validator
 
 from pipeline.basics.errors import PipelineError
+from pipeline.basics.public import ON_HUB
 from pipeline.basics.section import (
     Affects,
     AutoDtype,
@@ -30,7 +31,6 @@ from pipeline.lm.config import TargetConfig
 from pipeline.recipe.license import License
 
 HELDOUT = "heldout"
-ON_HUB = regex.compile(r"([\w.-]+/[\w.-]+)@([0-9a-f]{40})")  # a commit, since a branch can move
 Cut = Annotated[Value, Affects(("dump", "figures"))]  # keys that cut and split dialogues, whatever the answers
 Job = Annotated[Value, Affects(("regenerated",))]  # keys that only preprocess/regenerate.py uses
 

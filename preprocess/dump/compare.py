@@ -15,8 +15,8 @@ from pipeline.features.schema import FeatureSpec
 from pipeline.features.shards import ANSWERS, SPLITS, FeatureStore, Manifest
 from pipeline.features.source import Answer, FeatureSource, GenerationPrompt
 from pipeline.lm.config import TargetConfig
-from pipeline.lm.embedding_head import LMHead
 from pipeline.lm.model import load_embed_head
+from pipeline.lm.states import LMHead
 
 # Relative errors that rounding in a batch of another shape may cause: of a whole row, and of its worst token. A token
 # of another text or target has an error of about 1.

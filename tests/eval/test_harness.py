@@ -22,8 +22,8 @@ from pipeline.drafts import build
 from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.lm.chat import prompt_ids
 from pipeline.lm.config import TargetConfig
-from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import Target
+from pipeline.lm.states import EmbeddingAndHead
 from tests.pipeline.taught import VARIANTS, make_draft, prompt_of
 from tests.templates import GPT_OSS, QWEN_3, tokenizer_with_settings
 

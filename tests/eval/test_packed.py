@@ -9,8 +9,8 @@ from eval.measure.packed import PackedLinear, choose_row_count, find_packed, pac
 from pipeline.decoding.config import LoadedMethod, TreeConfig
 from pipeline.decoding.generate import Sampling, decode_plain, decode_speculative
 from pipeline.lm.config import TargetConfig
-from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import Target
+from pipeline.lm.states import EmbeddingAndHead
 from tests.pipeline.taught import NEVER, VARIANTS, greedy, make_draft, prompt_of
 
 

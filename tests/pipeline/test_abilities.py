@@ -1,5 +1,7 @@
 """What targets of many families can do, tiny and random: read texts, verify chains, verify trees."""
 
+import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -7,20 +9,32 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from eval.measure.prompts import BenchmarkPrompt
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import LoadedMethod, TreeConfig, chain
-from pipeline.decoding.contract import RoundInput
+from pipeline.decoding.contract import CandidatePool, RoundInput
 from pipeline.decoding.generate import Sampling, decode_plain, decode_speculative
+from pipeline.decoding.replay import count_acceptance
+from pipeline.decoding.sources import merge
 from pipeline.decoding.tree import Tree, build_tree
 from pipeline.lm.ability import find_tree_obstacle
+from pipeline.lm.cache import ChainCache
 from pipeline.lm.model import Target
 from pipeline.lm.states import Needs
+from tests.eval.test_harness import harness_of, measured
+from tests.kit import ROOT, dump_here, write_sharegpt
+from tests.pipeline.brief import make_small_recipe, train_briefly
 from tests.pipeline.families import CHAINS, MORE_TREES, MULTIMODAL, READ_ALONE, family_config, save
 from tests.pipeline.taught import NEVER, prompt_of
 
 LENGTH, DEPTH, WRONG = 24, 3, 5
 STREAMS = ("deepseek_v4",)  # several states a token between layers
 SUPPORT = SimpleNamespace(resolve=lambda tree: tree, max_level=lambda tree: tree.depth)
+
+
+@pytest.fixture(scope="module")
+def dialogues(tmp_path_factory):
+    return write_sharegpt(tmp_path_factory.mktemp("source") / "data.json", count=16)
 
 
 @dataclass
@@ -85,6 +99,65 @@ def test_states_and_answers_are_the_models_own(family, tmp_path):
     tree = TreeConfig(depth=DEPTH, top_k=2, nodes=1 + 2 * DEPTH) if siblings else chain(DEPTH)
     decoded = decode_speculative(target, LoadedMethod(GuessingDraft(prompt, answer, siblings), tree), prompt, sampling)
     assert decoded.tokens == answer and 1.5 < decoded.acceptance.tau < 3
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v32", "lfm2", "qwen2_5_vl"])
+def test_a_draft_of_its_states_decodes_as_training_estimates(family, dialogues, tmp_path):
+    """From the dump to the gate: a draft that is trained on the stored states has, along the target's answers, the
+    acceptance that is counted from the stored answers' states; its chain's answers are plain decoding's.
+    """
+    config = save(tmp_path / "target", family)
+    recipe = make_small_recipe(config, dialogues, tmp_path / "run")
+    dump_here(recipe)
+    target = Target(config, "float32")
+    method, sampling = LoadedMethod(train_briefly(recipe, target, "jakiro"), chain(DEPTH)), Sampling(LENGTH, NEVER)
+    accepted = Counter()
+    for place in range(4):
+        prompt = prompt_of(place, 9)
+        plain = decode_plain(target, prompt, sampling).tokens
+        decoded = decode_speculative(target, method, prompt, sampling)
+        assert decoded.tokens == plain
+        text = [*prompt, *plain]
+        counted = count_acceptance(method, target.states(text), text, len(prompt))
+        assert counted == decoded.acceptance
+        accepted += Counter(counted.accepted)
+    assert sum(accepted.values()) > 0
+
+
+def test_the_gate_lets_chains_round_as_plain_decoding_does(dialogues, tmp_path, monkeypatch):
+    """A chain's sums are rounded otherwise than a step's, in float32 on a CPU as well: the drift decides. A verifier
+    that keeps a rejected token in its states is seen.
+    """
+    config = save(tmp_path / "target", "qwen3_5")
+    recipe, target = make_small_recipe(config, dialogues, tmp_path / "run"), Target(config, "float32")
+    dump_here(recipe)
+    drafts = {"jakiro": LoadedMethod(train_briefly(recipe, target, "jakiro"), chain(DEPTH))}
+    made = harness_of(recipe, target, drafts)
+    prompts = [BenchmarkPrompt(str(n), "", (f"Question {n}?",)) for n in range(4)]
+    for temperature in (0.0, 1.0):
+        gate = measured(made, prompts, [temperature])[1]["bench", "jakiro", temperature]
+        assert gate.passed and gate.identical == gate.checked == 4
+    monkeypatch.setattr(ChainCache, "keep", lambda cache, prefix, path=(): setattr(cache, "length", prefix + len(path)))
+    assert not measured(made, prompts, [0.0])[1]["bench", "jakiro", 0.0].passed
+
+
+def test_two_chains_of_two_sources_give_the_better_one():
+    """The draft's chain is likelier at first, the copied one further on: the length decides."""
+    drafted = CandidatePool([7, 8], [0, 1], [0.0, 0.0]), [0.6, 0.1]
+    copied = CandidatePool([5, 6, 9], [0, 1, 2], [0.0] * 3), [0.4, 0.4, 0.4]
+    merged, device = merge([drafted, copied]), torch.device("cpu")
+    assert merged.tree(1, 2, device, chain=True).tokens == [1, 7]
+    assert merged.tree(1, 3, device, chain=True).tokens == [1, 5, 6]
+    assert merged.tree(1, 9, device, chain=True).tokens == [1, 5, 6, 9]
+
+
+def test_the_page_lists_every_family_with_what_it_verifies():
+    page, listed = (ROOT / "docs/your-own-target.md").read_text(), {"trees": set(), "chains": set(), "nothing": set()}
+    for row in re.findall(r"^\| (trees|chains|nothing) \|(.*)\|$", page, re.MULTILINE):
+        listed[row[0]] |= set(row[1].rpartition("|")[2].strip().split(", "))
+    chains = {name for name in MULTIMODAL if find_tree_obstacle(family_config(name))}
+    assert listed["trees"] == {*MORE_TREES, *MULTIMODAL} - chains
+    assert listed["chains"] == {*CHAINS, *chains} and listed["nothing"] == {*READ_ALONE}
 
 
 def test_abilities_are_those_of_the_configuration():

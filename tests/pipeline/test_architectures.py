@@ -8,21 +8,16 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from pipeline.artifacts import checkpoint
 from pipeline.artifacts.features import feature_spec
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import LoadedMethod
 from pipeline.decoding.generate import Sampling, decode_plain, decode_speculative
-from pipeline.drafts import build, make_objective
-from pipeline.drafts.parts.layers import draft_shapes
-from pipeline.features.batch import collate
 from pipeline.features.shards import FeatureStore
 from pipeline.lm import attention
 from pipeline.lm.config import TargetConfig
-from pipeline.lm.embedding_head import EmbeddingAndHead
 from pipeline.lm.model import Target, fingerprint, load_config, load_embed_head, load_tree_obstacle
-from pipeline.recipe.recipe import Recipe
-from tests.kit import byte_tokenizer, dump_here, recipe_tree, write_sharegpt
+from tests.kit import byte_tokenizer, dump_here, write_sharegpt
+from tests.pipeline.brief import make_small_recipe, train_briefly
 from tests.pipeline.families import FAMILIES, SMALL, WINDOW, save
 from tests.pipeline.taught import (
     NEVER,
@@ -71,47 +66,10 @@ def dialogues(tmp_path_factory):
 # -- from dump to decoding ------------------------------------------------------------------------------------------
 
 
-def small_recipe(config: TargetConfig, source, output) -> Recipe:
-    tree = recipe_tree(config.model, source, output)
-    tree["data"] |= {"max_length": 96, "validation_dialogues": 1, "heldout_prompts": 2, "calibration_prompts": 1}
-    tree["features"] |= {"answer_tokens": 2, "stored_dtype": "bfloat16"}
-    tree["draft"]["eagle3"] = {"kind": "eagle3", "ttt_steps": 2, "vocabulary": 64}
-    return Recipe.model_validate(tree)
-
-
-def trained(recipe: Recipe, target: Target, name: str):
-    """A draft after a few steps on the stored rows, saved and loaded again."""
-    store, embed_head = (
-        FeatureStore(recipe.paths.features, "train", feature_spec(recipe)),
-        load_embed_head(recipe.target),
-    )
-    rows = [store.row(place) for place in range(6)]
-    draft = build(recipe.draft[name], draft_shapes(load_config(recipe.target)))
-    draft.initialise(0)
-    if recipe.draft[name].vocabulary:
-        draft.set_vocabulary(torch.arange(recipe.draft[name].vocabulary) * 2)
-    draft.bind(embed_head)
-    count = sum(int(row.loss_mask.sum()) for row in rows)
-    totals, auxiliary = dict.fromkeys(make_objective(draft.config).groups, count), range(len(draft.needs.auxiliary))
-    batch = collate(rows, make_objective(draft.config), totals, auxiliary).to(torch.device("cpu"), torch.float32)
-    optimizer, losses = torch.optim.AdamW(draft.parameters(), lr=3e-3), []
-    for _ in range(5):
-        optimizer.zero_grad()
-        loss = make_objective(draft.config).loss(draft, batch)[0]
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    checkpoint.save(recipe.paths.draft(name), draft, draft.state_dict(), recipe, name, {})
-    loaded = checkpoint.load(recipe.paths.draft(name), fingerprint(recipe.target))
-    loaded.bind(EmbeddingAndHead(target.embedding_VD, target.head, embed_head.fingerprint))
-    return loaded
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_whole_path_from_dump_to_lossless_decoding(families, dialogues, tmp_path, family):
     config, target = families[family].config, families[family].target
-    recipe, embed_head = small_recipe(config, dialogues, tmp_path / "run"), load_embed_head(config)
+    recipe, embed_head = make_small_recipe(config, dialogues, tmp_path / "run"), load_embed_head(config)
     hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
     assert torch.equal(embed_head.embedding_VD, target.embedding_VD)  # embedding and head in the files are the model's
     assert torch.equal(embed_head.head(hidden), target.head(hidden))
@@ -120,7 +78,7 @@ def test_the_whole_path_from_dump_to_lossless_decoding(families, dialogues, tmp_
     alone = target.capture(torch.from_numpy(row.input_ids).long()[None])[0]
     assert torch.allclose(row.hidden_TD.float(), alone, rtol=2**-7, atol=1e-4)  # bfloat16's last bit
     for name in ("jakiro", "eagle3"):
-        method = LoadedMethod(trained(recipe, target, name), recipe.tree(name))
+        method = LoadedMethod(train_briefly(recipe, target, name), recipe.tree(name))
         for sampling in (Sampling(16, NEVER), Sampling(16, NEVER, temperature=1.0, seed=1)):
             prompt = prompt_of(1, 9)
             assert (
@@ -249,7 +207,7 @@ def test_longrope_ends_where_it_would_turn_all_positions_otherwise(families, dia
         PipelineError, match="a prompt of 120 tokens and up to 9 more exceed the target's 128 positions"
     ):
         decode_plain(target, prompt_of(0, 120), Sampling(9, NEVER))
-    recipe = small_recipe(config, dialogues, tmp_path)
+    recipe = make_small_recipe(config, dialogues, tmp_path)
     longer = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": 129})})
     with pytest.raises(PipelineError, match=r"data.max_length=129: .* \(longrope\).* Set it to 128 or less"):
         feature_spec(longer)

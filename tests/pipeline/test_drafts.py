@@ -10,7 +10,7 @@ from pipeline.drafts import build, make_objective, parameter_count
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.jakiro import JakiroConfig, MixtureOfExperts
 from pipeline.drafts.parts.layers import draft_shapes, layer_config
-from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead
+from pipeline.lm.states import EmbeddingAndHead, LMHead
 from tests.pipeline.families import LLAMA_3
 
 

@@ -33,8 +33,7 @@ from pipeline.features.batch import collate
 from pipeline.features.positions import count_positions
 from pipeline.features.schema import FeatureSpec, TextRow, to_stored_row
 from pipeline.features.shards import write_shard
-from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead
-from pipeline.lm.states import States
+from pipeline.lm.states import EmbeddingAndHead, LMHead, States
 from tests.pipeline.taught import grown
 
 WIDTH, VOCABULARY = 32, 64

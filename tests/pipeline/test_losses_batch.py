@@ -25,7 +25,7 @@ from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.features.batch import Noise, collate, collate_packed
 from pipeline.features.positions import Horizons, trained_mask
 from pipeline.features.schema import TextRow
-from pipeline.lm.embedding_head import LMHead
+from pipeline.lm.states import LMHead
 from tests.kit import mask_of, positions_in
 
 D, V, CPU = 6, 11, torch.device("cpu")

@@ -28,9 +28,8 @@ from pipeline.drafts.small_model import SmallModel, SmallModelConfig
 from pipeline.features.batch import collate
 from pipeline.features.schema import TextRow
 from pipeline.lm.attention import additive_mask, causal_mask
-from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead
 from pipeline.lm.model import Target, fingerprint
-from pipeline.lm.states import States
+from pipeline.lm.states import EmbeddingAndHead, LMHead, States
 from pipeline.recipe.recipe import Recipe
 from tests.kit import save_tiny_target
 from tests.pipeline.families import save

@@ -5,8 +5,8 @@ import torch
 
 from pipeline.basics.errors import PipelineError
 from pipeline.lm.config import TargetConfig
-from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead
 from pipeline.lm.model import Target, load_embed_head, placement_options
+from pipeline.lm.states import EmbeddingAndHead, LMHead
 from pipeline.lm.verifier import rounding_bound
 
 

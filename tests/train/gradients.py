@@ -18,7 +18,7 @@ from pipeline.drafts.eagle import EagleConfig
 from pipeline.features.batch import Batch, collate
 from pipeline.features.positions import Horizons
 from pipeline.features.schema import TextRow
-from pipeline.lm.embedding_head import EmbeddingAndHead, LMHead
+from pipeline.lm.states import EmbeddingAndHead, LMHead
 from pipeline.recipe.sections import TrainConfig
 from pipeline.running import entry
 from train.engine.engine import TrainingEngine, start_distributed

@@ -38,6 +38,7 @@ COMMANDS = {
     "status": Command("pipeline", "show which stages of a run are done", True),
     "metrics": Command("jakiro.metrics", "serve a run's progress to Prometheus", True),
     "manifests": Command("jakiro.manifests", "write a run as files for Kubernetes, Slurm, Docker or SkyPilot", True),
+    "merge": Command("preprocess.merge", "write a target with its adapter merged, for an engine", True),
     "dump": Command("preprocess.dump_features", "write the target's hidden states into shards", True),
     "feed": Command("preprocess.feed", "compute states for a training while it runs", True),
     "regenerate": Command("preprocess.regenerate", "let the target answer your data's questions", True),

@@ -17,11 +17,12 @@ from pipeline.basics.accelerator import accelerator_kind
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path
 from pipeline.basics.public import public_text
+from pipeline.decoding.config import TreeConfig
 from pipeline.drafts import DRAFTS, kind_key
 from pipeline.features.reasons import describe_reasons
 from pipeline.lm.chat import Unusable
 from pipeline.lm.config import TargetConfig
-from pipeline.lm.model import count_parameters, load_config, load_tokenizer
+from pipeline.lm.model import count_parameters, load_config, load_tokenizer, load_tree_obstacle
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.sections import DataConfig, TrainConfig
 from pipeline.running.cores import count_cores
@@ -179,7 +180,15 @@ class Sizes:
                    epochs=epochs, steps=steps, warmup=warmup)  # fmt: skip
 
 
-def recipe_text(args: argparse.Namespace, config: Any, machine: Machine, weights: float, source: DataSource) -> str:
+def recipe_text(
+    args: argparse.Namespace,
+    config: Any,
+    machine: Machine,
+    weights: float,
+    source: DataSource,
+    obstacle: str | None = None,
+) -> str:
+    """Return the recipe as TOML; `obstacle`: why the target cannot verify trees."""
     share, preset, paper = Share.of(machine, weights), load_presets()[args.draft], uses_paper_preset(args, machine)
     gpus = f"a machine with {machine.gpus} GPUs of {machine.bytes / GB:.0f} GB"
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
@@ -203,9 +212,15 @@ def recipe_text(args: argparse.Namespace, config: Any, machine: Machine, weights
         settings=draft_settings(preset, config, paper),
         training=preset.training,
         more={key: value for key, value in preset.train.items() if key not in ALWAYS},
-        tree=preset.tree,
+        tree=chain_of(preset) if obstacle else preset.tree,
+        obstacle=obstacle and obstacle.partition(":")[0],
         sizes=Sizes.of(source, share.ranks, preset.training if paper else None),
     )
+
+
+def chain_of(preset: Preset) -> dict[str, Any]:
+    """Return the chain that is as deep as the preset's tree."""
+    return {"depth": TreeConfig(**preset.tree).depth, "siblings": "none"}
 
 
 def draft_settings(preset: Preset, config: Any, paper: bool) -> dict[str, Any]:
@@ -249,7 +264,7 @@ def write_recipe(args: argparse.Namespace) -> list[str]:
         args.data or load_presets()[args.draft].data["source"],
     )
     source = DataSource.of(target, DataConfig(source=data, max_length=length, **selection))
-    text = recipe_text(args, config, machine, weights, source)
+    text = recipe_text(args, config, machine, weights, source, load_tree_obstacle(target))
     with atomic_path(args.out) as unfinished:  # no file is left if the recipe is invalid
         unfinished.write_text(text)
         load_recipe(unfinished)

@@ -23,6 +23,7 @@ SHAPE_FIELDS = (
 )
 
 
+MLP_RATIO, HEAD_WIDTH = 3, 64  # of a draft's layer, where the target's layers have neither MLP nor heads
 ROPES = ("default", "linear", "llama3", "yarn")  # kinds whose angles depend only on the position
 
 
@@ -34,8 +35,11 @@ def draft_shapes(target: Any) -> dict[str, Any]:
     kinds = getattr(target, "layer_types", None) or [FULL]
     layer = target.per_layer_config[kinds.index(FULL) if FULL in kinds else 0]
     shapes: dict[str, Any] = {field: getattr(layer, field, None) for field in SHAPE_FIELDS}
+    width = shapes["hidden_size"]
+    shapes["intermediate_size"] = shapes["intermediate_size"] or MLP_RATIO * width  # targets of experts or states alone
+    shapes["num_attention_heads"] = shapes["num_attention_heads"] or max(width // HEAD_WIDTH, 1)
     shapes["num_key_value_heads"] = shapes["num_key_value_heads"] or shapes["num_attention_heads"]
-    shapes["head_dim"] = shapes["head_dim"] or shapes["hidden_size"] // shapes["num_attention_heads"]
+    shapes["head_dim"] = shapes["head_dim"] or width // shapes["num_attention_heads"]
     shapes["rms_norm_eps"] = shapes["rms_norm_eps"] or 1e-6
     shapes["rope_parameters"] = draft_rope(shapes["rope_parameters"])
     shapes["target_layers"] = target.num_hidden_layers
@@ -54,7 +58,7 @@ def draft_rope(target: dict[str, Any] | None) -> dict[str, Any]:
     base = {"rope_type": "default", "rope_theta": rope.get("rope_theta") or 10000.0}
     if rope.get("rope_type", "default") not in ROPES:
         return base
-    for part in ("partial_rotary_factor", "mrope_section"):
+    for part in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):
         rope.pop(part, None)
     return base | rope
 

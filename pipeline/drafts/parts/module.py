@@ -11,8 +11,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.drafts.parts.base import Drafting
 from pipeline.drafts.parts.layers import initialise
 from pipeline.drafts.parts.losses import OwnHead
-from pipeline.lm.embedding_head import EmbeddingAndHead
-from pipeline.lm.states import Needs
+from pipeline.lm.states import EmbeddingAndHead, Needs
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
