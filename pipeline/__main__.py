@@ -45,12 +45,14 @@ def _import(arguments: argparse.Namespace) -> None:
 
 def _chat(arguments: argparse.Namespace) -> None:
     folder, target, device, trust = arguments.place, arguments.target, "auto", arguments.trust_remote_code
+    adapter = arguments.adapter
     if not folder.is_dir():
         recipe = load_recipe(str(folder), [])
         folder, target, device = recipe.paths.release, target or recipe.target.model, recipe.target.device
         require_release(folder, str(arguments.place))
         trust |= recipe.target.trust_remote_code
-    loaded = load(folder, target, device=device, trust_remote_code=trust)
+        adapter = adapter or recipe.target.adapter
+    loaded = load(folder, target, device=device, trust_remote_code=trust, adapter=adapter)
     chat(loaded, arguments.tokens, arguments.temperature, arguments.plain)
 
 
@@ -90,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     chat_.add_argument("--tokens", type=int, default=256, help="most tokens of an answer")
     chat_.add_argument("--temperature", type=float, default=0.0)
     chat_.add_argument("--target", help="its folder or Hub id, where the release does not name it")
+    chat_.add_argument("--adapter", help="a LoRA of peft for the target: a folder, or OWNER/NAME@COMMIT")
     chat_.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the target")
     export_ = command("export", _export)
     export_.add_argument("release", type=Path)

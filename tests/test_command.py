@@ -238,13 +238,19 @@ def test_new_takes_a_subset_and_a_split(tiny_target, tmp_path):
     assert (load_recipe(out).data.subset, load_recipe(out).data.split) == ("b", "dev")
 
 
-def written_for(machine: first_recipe.Machine, folder: Path, weights: float = 16 * GB, **more: str | None) -> Recipe:
+def written_for(
+    machine: first_recipe.Machine,
+    folder: Path,
+    weights: float = 16 * GB,
+    obstacle: str | None = None,
+    **more: str | None,
+) -> Recipe:
     """Return the recipe that `new` writes on a machine for a target of 1,024 positions."""
     shapes = {"num_hidden_layers": 32, "hidden_size": 4096, "vocab_size": 128256, "model_type": "llama"}
     config = Namespace(**shapes, max_position_embeddings=1024)
     arguments = {"target": "OWNER/NAME", "data": "data.json", "draft": "eagle3", "license": "mit", "preset": None}
     args = Namespace(**arguments | more, out=folder / "my.toml")
-    args.out.write_text(first_recipe.recipe_text(args, config, machine, weights, SOURCE))
+    args.out.write_text(first_recipe.recipe_text(args, config, machine, weights, SOURCE, obstacle))
     return load_recipe(args.out)
 
 
@@ -271,6 +277,15 @@ def test_new_gives_every_kind_a_small_tree_on_a_cpu(draft, tmp_path):
     recipe = written_for(first_recipe.Machine(0, 0), tmp_path, draft=draft)
     tree, in_one = recipe.tree(draft), recipe.draft[draft].kind in ("jakiro", "p-eagle")  # both levels from one forward
     assert (tree.nodes, tree.depth, tree.parallel) == ((6, 2, 2) if in_one else (6, 1, 1))
+
+
+@pytest.mark.parametrize("gpus", [0, 8])
+@pytest.mark.parametrize("draft", load_presets())
+def test_new_writes_a_chain_for_a_target_that_verifies_no_trees(draft, gpus, tmp_path):
+    machine, obstacle = first_recipe.Machine(gpus, gpus and 80 * GB), "linear_attention layers: its state merges them"
+    method = written_for(machine, tmp_path, draft=draft, obstacle=obstacle).resolve_method(draft)
+    assert method.is_chain and method.resolved_tree.siblings == "none"
+    assert "# the target verifies chains: linear_attention layers" in (tmp_path / "my.toml").read_text()
 
 
 def test_a_preset_is_the_machines_unless_it_is_named(tmp_path):

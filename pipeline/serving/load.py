@@ -85,14 +85,16 @@ def load(
     dtype: str | None = None,
     device: str = "auto",
     trust_remote_code: bool = False,
+    adapter: str | None = None,
 ) -> LoadedRelease:
     """Load a release (its folder) on its target, in the dtype that it was measured in unless another is given.
 
-    `target`: folder or Hub id, where the release does not know it. Raise PipelineError.
+    `target`: folder or Hub id, where the release does not know it; `adapter`: as in a recipe's target.adapter. Raise
+    PipelineError.
     """
     folder = Path(folder).expanduser()
     require_release(folder)
-    config = target_of(folder, target, device, trust_remote_code)
+    config = target_of(folder, target, device, trust_remote_code).model_copy(update={"adapter": adapter})
     return LoadedRelease(folder, config, dtype or _read_decoding(folder).eval.dtype)
 
 

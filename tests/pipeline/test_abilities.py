@@ -21,8 +21,11 @@ from pipeline.lm.ability import find_tree_obstacle
 from pipeline.lm.cache import ChainCache
 from pipeline.lm.model import Target
 from pipeline.lm.states import Needs
+from pipeline.recipe.load import load_recipe
+from pipeline.recipe.recipe import Recipe
+from pipeline.recipe.trees import require_verifiable
 from tests.eval.test_harness import harness_of, measured
-from tests.kit import ROOT, dump_here, write_sharegpt
+from tests.kit import ROOT, dump_here, write_recipe, write_sharegpt
 from tests.pipeline.brief import make_small_recipe, train_briefly
 from tests.pipeline.families import CHAINS, MORE_TREES, MULTIMODAL, READ_ALONE, family_config, save
 from tests.pipeline.taught import NEVER, prompt_of
@@ -149,6 +152,36 @@ def test_two_chains_of_two_sources_give_the_better_one():
     assert merged.tree(1, 2, device, chain=True).tokens == [1, 7]
     assert merged.tree(1, 3, device, chain=True).tokens == [1, 5, 6]
     assert merged.tree(1, 9, device, chain=True).tokens == [1, 5, 6, 9]
+
+
+@pytest.fixture
+def chain_recipe(tiny_recipe, tmp_path) -> Callable[..., Recipe]:
+    """Return a function that loads the tiny recipe, with more settings, for a target that verifies chains."""
+    config, tree = save(tmp_path / "target", "lfm2"), tiny_recipe.model_dump(mode="json")
+    tree["target"]["model"], tree["eval"]["methods"] = config.model, {}
+    path = write_recipe(tree, tmp_path / "recipe")
+    return lambda *sets: load_recipe(path, sets)
+
+
+def test_a_tree_is_refused_with_the_line_that_works(chain_recipe):
+    with pytest.raises(PipelineError, match=r"eval.tree: the tree of \w+ has siblings.* it has conv layers") as refusal:
+        require_verifiable(chain_recipe())
+    key, line = re.search(r"Set (\S+) = (\{[^}]*\}), or eval.tree = \"auto\"", str(refusal.value)).groups()
+    for setting in (f"{key}={line}", "eval.tree=auto"):
+        recipe = chain_recipe(setting)
+        require_verifiable(recipe)
+        assert all(method.is_chain for method in recipe.methods.values())
+    assert chain_recipe("eval.tree=auto").eval.tree.depth == 6
+    with pytest.raises(PipelineError, match=r"eval.methods.wide.tree: the tree of wide has siblings"):
+        require_verifiable(chain_recipe("eval.tree=auto", "eval.methods.wide={draft='eagle', tree={depth=2}}"))
+    with pytest.raises(PipelineError, match=r"draft.skipper runs through the target's blocks"):
+        require_verifiable(chain_recipe("eval.tree=auto", "draft.skipper={kind='skipper'}"))
+
+
+def test_auto_is_the_default_tree_for_a_target_that_verifies_trees(tiny_recipe, tmp_path):
+    tree = tiny_recipe.model_dump(mode="json")
+    tree["eval"] |= {"tree": "auto", "methods": {}}
+    assert load_recipe(write_recipe(tree, tmp_path / "recipe")).eval.tree == TreeConfig()
 
 
 def test_the_page_lists_every_family_with_what_it_verifies():

@@ -356,7 +356,7 @@ def test_the_embeddings_scale_is_in_fc_and_the_chain_is_the_same(released, impor
         (EagleConfig(window=64), "sglang", "window=64: sglang has no such draft"),
         (JakiroOnEagle3Config(frame="eagle-3", contrast="none", qk_norm=True), "vllm", "Llama's attention"),
         (Eagle3Config(norm_before_fc=True), "gguf", "add --llama-cpp CHECKOUT"),
-        (Eagle3Config(), "speculators", "say --target OWNER/NAME"),
+        (Eagle3Config(), "speculators", "give --target OWNER/NAME"),
         (DFlashConfig(), "speculators", "speculators cannot load drafts of kind dflash: export to vllm"),
         (
             Eagle3Config(),

@@ -141,6 +141,8 @@ def misspelt(key: str, nearest: str) -> str:
         ),
         (["eval.benchmarks.b={source='x.jsonl', path='y'}"], "path applies to source='benchmark:NAME' only"),
         (["draft.main.experts_per_token=3"], "experts_per_token=3 is more than experts=2"),
+        (["eval.tree={siblings='none', top_k=2}"], "siblings='none' is a chain, but top_k=2 gives it siblings"),
+        (["eval.tree={siblings='none', paths='eagle-1'}"], "siblings='none' is a chain, but paths gives it siblings"),
         (["publish.draft=mian"], "publish.draft='mian' is not one of the drafts ['main', 'other']"),
         (["draft={}"], "no draft: add a section [draft.NAME]"),
         (["train.global_batch=10"], "train.global_batch=10 is no multiple of micro_batch x ranks = 4 x 1"),
