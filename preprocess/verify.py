@@ -51,7 +51,7 @@ def damaged_shards(folder: Path, manifest: Manifest) -> dict[str, str]:
     """Return name -> fault, over all files of the manifest, all of the folder and the held-out prompts."""
     files, damaged = manifest.files, {}
     with Progress("verify", len(files), "files") as progress:
-        for record, reason in zip(files, find_all_damage(folder, files, anew=True), strict=True):
+        for record, reason in zip(files, find_all_damage(folder, files, recompute=True), strict=True):
             if reason:
                 damaged[record.name] = reason
             progress.advance(1)

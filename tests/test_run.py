@@ -463,8 +463,10 @@ def test_a_draft_with_prompt_lookup_beside_it_is_tuned_measured_and_released(cop
 def assert_each_figure_names_its_method(release: Path) -> None:
     """The card shows the draft alone next to the draft with prompt lookup, which the release decodes with."""
     _, head, body = (release / "README.md").read_text().split("---\n", 2)
-    assert "prompt-lookup beside the draft" in body
-    assert "decodes with `both-tuned`: prompt-lookup beside the draft in one tree. `jakiro` is the draft alone." in body
+    assert "prompt-lookup next to the draft" in body
+    assert (
+        "decodes with `both-tuned`: prompt-lookup next to the draft in one tree. `jakiro` is the draft alone." in body
+    )
     first, page = body.partition("<details>")[0], (release / "report.html").read_text()
     rows = [line for line in first.splitlines() if line.startswith("| heldout")]
     assert [row.split(" | ")[1:3] for row in rows] == [[t, m] for t in "01" for m in ("jakiro", "both-tuned")]

@@ -1,6 +1,7 @@
 """The words of the code: identifiers name things, docstrings begin with a verb or a noun, a class name exists once."""
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -27,6 +28,8 @@ PARTICIPLES = """
     opened packed parsed processed resolved restricted scaled seen sent sorted spent stored taken trimmed used verified
     written
 """
+# Words for which papers and engines have others: after, next to, again.
+OLD_WORDS = r"\b(behind|beside|anew|thereof|whereof)\b"
 DOCUMENTED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
 
 
@@ -109,6 +112,13 @@ def test_functions_are_verbs():
     """Rule of the source alone: a test's fixtures are named after the things that they return."""
     assert not [place for place, name in functions(SOURCE) if is_no_verb(name)]
     assert len(functions(SOURCE)) > 1000
+
+
+def test_texts_use_the_words_of_papers():
+    """Texts of the source, of cards and of pages; the results' pages are read by people alone."""
+    files = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/tutorials").glob("*.md"), ROOT / "README.md"]
+    files += [path for folder in SOURCE for path in (ROOT / folder).rglob("*.jinja")] + [*trees(SOURCE)]
+    assert not [str(path) for path in files if re.search(OLD_WORDS, path.read_text())]
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def describe_tree(facts: Facts) -> str:
     if tree.siblings != "best":
         words.append("siblings drawn" + (" from each expert in turn" if is_decoupled else ""))
     if method.secondary:
-        words.append(f"{' and '.join(method.secondary)} beside the draft")
+        words.append(f"{' and '.join(method.secondary)} next to the draft")
     if facts["corpora"]:
         words.append("prompt lookup also in a text that is not part of this release")
     return ", ".join(words)

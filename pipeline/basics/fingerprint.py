@@ -2,7 +2,7 @@
 
 A large file's SHA-256, and other values that follow from files alone, are computed once on a machine and stored in the
 cache folder ($JAKIRO_CACHE), by the files' paths, sizes, times and inodes. Corruption by the disk, which changes none
-of these, shows only where the file is read again (`anew`).
+of these, shows only where the file is read again (`recompute`).
 """
 
 import hashlib
@@ -37,9 +37,9 @@ def identity(config: dict[str, Any], weights: Iterable[Path]) -> str:
 def cache_by_files(
     kind: str, key: Any, files: Iterable[Path], compute: Callable[[], dict[str, Any]], recompute: bool = False
 ) -> dict[str, Any]:
-    """Return the JSON object of `compute`, which follows from `asked` (JSON) and the content of `files`. It is not
-    computed again, unless `anew`, as long as no file is changed, added or removed. Where several processes call this
-    for the same at once, one computes it.
+    """Return the JSON object of `compute`, which follows from `key` (JSON) and the content of `files`. It is not
+    computed again, unless `recompute`, as long as no file is changed, added or removed. Where several processes call
+    this for the same at once, one computes it.
     """
     begin, paths = time.time(), sorted(path.absolute() for path in files)
     stats = list(map(file_identity, paths))

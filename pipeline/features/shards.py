@@ -256,11 +256,11 @@ def find_damage(folder: Path, record: Record, digest: Digest | None = sha256) ->
     return describe_difference(folder / record.name, record.sha256, record.bytes, digest=digest)
 
 
-def find_all_damage(folder: Path, records: Sequence[Record], anew: bool = False) -> Iterator[str | None]:
+def find_all_damage(folder: Path, records: Sequence[Record], recompute: bool = False) -> Iterator[str | None]:
     """Yield the damage of each file. A file that this machine has read before is not read again while its size and
-    times are the same. Only `anew` finds damage that leaves size and times unchanged.
+    times are the same. Only `recompute` finds damage that leaves size and times unchanged.
     """
-    digest = partial(cached_sha256, recompute=anew, quiet=True)
+    digest = partial(cached_sha256, recompute=recompute, quiet=True)
     with ThreadPoolExecutor(THREADS) as threads:
         yield from threads.map(lambda record: find_damage(folder, record, digest), records)
 

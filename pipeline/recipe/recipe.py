@@ -138,8 +138,8 @@ class Recipe(Outline):
         """The dtype that the features are stored in; by default float8 if a draft needs auxiliary layers, since a token
         then has several states.
         """
-        wants = any(config.auxiliary for config in self.dumped_for)
-        return self.features.stored_dtype or (FP8 if wants else "bfloat16")
+        reads_layers = any(config.auxiliary for config in self.dumped_for)
+        return self.features.stored_dtype or (FP8 if reads_layers else "bfloat16")
 
     def auxiliary_layers(self, target_layers: int) -> list[int]:
         """Return the auxiliary layers for a target with `target_layers` layers: those that the recipe names or, by
