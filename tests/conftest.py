@@ -22,12 +22,15 @@ from tests.kit import recipe_tree, save_tiny_target, write_sharegpt
 from tests.loopback import object_store
 from tests.warm import RAYS_PYTHON, warm_workers
 
+# Files that take more than a minute, besides those with tests marked `real`.
+SLOW = {"vllm", "workers", "drop_in", "architectures", "harness", "device", "generate", "abilities"}
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests first: the quick ones then fill up what is left of the time, and no worker ends long before
     another.
     """
-    slow = {item.path for item in items if item.get_closest_marker("real")}
+    slow = {item.path for item in items if item.get_closest_marker("real") or item.path.stem[5:] in SLOW}
     items.sort(key=lambda item: item.path not in slow)  # stable
 
 
