@@ -23,6 +23,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 from scipy.optimize import nnls
@@ -39,9 +40,11 @@ from pipeline.decoding import replay
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.config import LoadedMethod, TreeConfig
 from pipeline.decoding.generate import Generation
+from pipeline.lm.ability import Shape
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.sections import HELDOUT, BenchmarkConfig
+from pipeline.recipe.trees import require_verifiable
 from pipeline.running import entry
 
 TOP_K = (1, 2, 3, 4, 6, 8, 10)
@@ -69,12 +72,17 @@ def describe_tree(tree: TreeConfig) -> str:
     return f"depth {tree.depth}, top-k {tree.top_k}, {tree.nodes} nodes{levels}"
 
 
-def list_trees(method: LoadedMethod, depth: int, nodes: int) -> list[TreeConfig]:
-    """Return all trees that the method's draft can grow, of at most `depth` levels and `nodes` nodes."""
+def list_trees(method: LoadedMethod, depth: int, nodes: int, verifies: Shape = "tree") -> list[TreeConfig]:
+    """Return all trees that the method's draft can grow, of at most `depth` levels and `nodes` nodes: chains alone for
+    a method without siblings, or a target that verifies nothing else.
+    """
     config, candidates, trees = method.draft.config, method.tree.candidates, []
-    for top_k, levels, size in product(TOP_K, range(1, depth + 1), NODE_COUNTS):
+    shape: dict[str, Any] = {"candidates": candidates}
+    if chains := verifies == "chain" or method.tree.siblings == "none":
+        shape["siblings"] = "none"
+    for top_k, levels, size in product((1,) if chains else TOP_K, range(1, depth + 1), NODE_COUNTS):
         for parallel in config.parallel_choices(levels) if levels < size <= nodes else ():
-            tree = TreeConfig(depth=levels, top_k=top_k, nodes=size, parallel=parallel, candidates=candidates)
+            tree = TreeConfig(depth=levels, top_k=top_k, nodes=size, parallel=parallel, **shape)
             if size <= config.max_nodes(tree):
                 trees.append(tree)
     return trees
@@ -262,6 +270,7 @@ def tune_method(
 def tune_methods(recipe: Recipe, names: list[str], prompts: int, depth: int, nodes: int) -> Path:
     """Write the tree that was chosen for each method, one after the other; return the file."""
     methods, digests = recipe.methods, digest_drafts(recipe)
+    require_verifiable(recipe)
     harness = make_harness(recipe, {name: methods[name] for name in names})
     path, tuned = recipe.paths.tuned, {}
     for name, facts in read_tuned_trees(path).items():
@@ -272,7 +281,8 @@ def tune_methods(recipe: Recipe, names: list[str], prompts: int, depth: int, nod
     if not texts:
         raise PipelineError("no calibration prompt has room for an answer of two tokens: lower eval.max_new_tokens")
     tasks = [text.task for text in texts]
-    trees = {name: list_trees(method, depth, nodes) for name, method in harness.methods.items()}
+    verifies = harness.target.verifies
+    trees = {name: list_trees(method, depth, nodes, verifies) for name, method in harness.methods.items()}
     for name, counters in replay_answers(harness, texts, trees).items():
         facts = tune_method(recipe, harness, name, tasks, trees[name], counters)
         tuned[name] = facts | {"for": tuning_conditions(recipe, methods[name], digests)}

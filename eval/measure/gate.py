@@ -4,8 +4,8 @@ where they do.
 Rounding is measured on plain decoding itself: a row's logits from its cached forwards of one token each differ from
 those of one uncached forward. A tree's forward may differ by up to `MAX_DRIFT_RATIO` times as much; and two answers may
 diverge only where the choice between their two tokens was as close as that. At temperature 0 in float32 on a CPU no
-difference is allowed. (A GPU may take TF32, and splits sums by how many tokens are verified: there plain decoding's
-drift decides in float32 as well.)
+difference is allowed. (A GPU may take TF32, and splits sums by how many tokens are verified; layers that keep a state
+round a chain's sums otherwise than a step's: there plain decoding's drift decides in float32 as well.)
 """
 
 import math
@@ -50,7 +50,7 @@ class Gate:
 
     @classmethod
     def for_method(cls, method: LoadedMethod, temperature: float) -> "Gate":
-        return cls(temperature, drawn=temperature > 0 and method.tree.siblings != "best")
+        return cls(temperature, drawn=temperature > 0 and method.tree.siblings == "drawn")
 
     @property
     def fit(self) -> float:
@@ -129,7 +129,7 @@ class Gatekeeper:
     ) -> bool:
         """Return whether rounding alone makes the answers diverge: the draft's round chose as plain decoding chooses,
         from logits that drift no further than plain decoding's, and plain decoding's own choice between the two tokens
-        was as close as its drift. At temperature 0 in fp32 on a CPU no difference is allowed.
+        was as close as its drift. At temperature 0 an exact target (`Verifier.is_exact`) allows no difference.
         """
         if sampling.temperature == 0 and self._target.is_exact:
             return False

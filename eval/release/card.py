@@ -139,7 +139,7 @@ def describe_tree(facts: Facts) -> str:
         words.append(f"the last {tree.parallel} levels from one draft forward")
     if is_decoupled:
         words.append("the experts' candidates merged")
-    if tree.siblings != "best":
+    if tree.siblings == "drawn":
         words.append("siblings drawn" + (" from each expert in turn" if is_decoupled else ""))
     if method.secondary:
         words.append(f"{' and '.join(method.secondary)} next to the draft")

@@ -16,7 +16,7 @@ class Settings:
         """Check the values. Subclasses override this; nested settings check themselves."""
 
     def require_at_least(self, minimum: float, *names: str) -> None:
-        """Raise ValueError for a number below `least`; None passes."""
+        """Raise ValueError for a number below `minimum`; None passes."""
         for name in names:
             value = getattr(self, name)
             if value is not None and not isinstance(value, int | float):

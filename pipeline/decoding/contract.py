@@ -6,13 +6,14 @@ finds candidates in another way implements `propose` itself.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.tree import Tree
+from pipeline.lm.ability import Shape
 from pipeline.lm.states import Needs, States
 
 
@@ -204,7 +205,7 @@ class TargetModel(Protocol):
     compiled: bool
 
     @property
-    def verifies(self) -> Literal["tree", "chain"]: ...
+    def verifies(self) -> Shape: ...
 
     def new_cache(self, capacity: int) -> Any: ...
 

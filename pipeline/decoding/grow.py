@@ -45,7 +45,7 @@ def grow(
         pool = best_pool(draft, state, inputs, tree, tree.nodes - 1, timer)
         return build_tree(inputs.tokens[-1], pool.tokens, pool.parents, inputs.states_TSD.device)
     grower = Grower(draft, state, inputs, tree, timer)
-    drawn = tree.siblings != "best" and draws is not None and draws.processing.temperature > 0
+    drawn = tree.siblings == "drawn" and draws is not None and draws.processing.temperature > 0
     return _grow_static(grower, inputs.tokens[-1], _Siblings(tree, draws) if drawn and draws is not None else None)
 
 

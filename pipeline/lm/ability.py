@@ -1,4 +1,4 @@
-"""What a target can do: every causal language model reads a text; some verify a chain of draft tokens, some a tree.
+"""The abilities of a target: every causal language model reads a text; some verify a chain of draft tokens or a tree.
 
 Read: states of every layer's output, from one forward. Chain: verify several tokens that follow each other, and go back
 to any of them. Tree: verify siblings in one forward, under a mask. A configuration shows which of the last two a target
@@ -32,7 +32,7 @@ _REASONS = {
     "hybrid_sliding": _STATE,
     "chunked_attention": "what a token sees depends on where its chunk begins, which a tree's mask cannot express",
 }
-_UNREADABLE = "neither its states nor its answers are those of a text that grows at its end"
+_UNREADABLE = "its states are not those of a text that grows at its end"
 # Errors of a model that does not take a mask, positions or a cache as its family's others do.
 _FORWARD_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 

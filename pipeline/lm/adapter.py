@@ -7,6 +7,7 @@ weights are: peft imports modules by the names that other keys give.
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers.utils import cached_file
 
@@ -46,7 +47,11 @@ def adapter_file(config: "TargetConfig", name: str) -> Path:
     if (folder := Path(adapter).expanduser()).is_dir():
         path: Any = folder / name
     elif on_hub := ON_HUB.fullmatch(adapter):
-        path = cached_file(on_hub[1], name, revision=on_hub[2], _raise_exceptions_for_missing_entries=False)
+        try:
+            path = cached_file(on_hub[1], name, revision=on_hub[2], _raise_exceptions_for_missing_entries=False)
+        except OSError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise PipelineError(f"target.adapter {adapter} cannot be fetched: {reason}") from None
     else:
         raise PipelineError(
             f"target.adapter {adapter!r} is no folder: expected one with {CONFIG} and {WEIGHTS}, or "
@@ -88,7 +93,11 @@ def merge_adapter(model: Any, config: "TargetConfig") -> Any:
     """Add the adapter to the model's weights, and return the model. Raise PipelineError where it does not fit."""
     from peft import LoraConfig, PeftModel, set_peft_model_state_dict  # slow to import, and rarely required
 
-    settings, weights = _read_settings(config), load_file(adapter_file(config, WEIGHTS))
+    settings, file = _read_settings(config), adapter_file(config, WEIGHTS)
+    try:
+        weights = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise PipelineError(f"{file} is damaged: {error}. Fetch it again") from None
     try:
         adapted = PeftModel(model, LoraConfig(**settings))
         result: Any = set_peft_model_state_dict(adapted, weights)

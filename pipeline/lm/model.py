@@ -185,7 +185,7 @@ class TargetIdentity:
     stop_ids: list[int]  # tokens that end an answer
 
     def differences(self, recorded: dict[str, Any]) -> list[str]:
-        """Return the fields in which `other`, an identity as JSON or a part of one, differs."""
+        """Return the fields in which `recorded`, an identity as JSON or a part of one, differs."""
         changed = {key: value for key, value in asdict(self).items() if recorded.get(key, value) != value}
         return [f"{key} is {value!r}, was {recorded[key]!r}" for key, value in changed.items()]
 

@@ -1,4 +1,4 @@
-"""What drafts take from a target: the hidden states of its forwards, and its embedding and head."""
+"""The parts of a target that drafts take: the hidden states of its forwards, its embedding and its head."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -3,20 +3,23 @@
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from eval.measure.prompts import BenchmarkPrompt
+from eval.tune import list_trees
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import LoadedMethod, TreeConfig, chain
 from pipeline.decoding.contract import CandidatePool, RoundInput
 from pipeline.decoding.generate import Sampling, decode_plain, decode_speculative
 from pipeline.decoding.replay import count_acceptance
-from pipeline.decoding.sources import merge
+from pipeline.decoding.sources import Sources, merge
 from pipeline.decoding.tree import Tree, build_tree
+from pipeline.drafts.parts.layers import draft_shapes
+from pipeline.drafts.prompt_lookup import PromptLookup, PromptLookupConfig
 from pipeline.lm.ability import find_tree_obstacle
 from pipeline.lm.cache import ChainCache
 from pipeline.lm.model import Target
@@ -134,14 +137,38 @@ def test_the_gate_lets_chains_round_as_plain_decoding_does(dialogues, tmp_path, 
     config = save(tmp_path / "target", "qwen3_5")
     recipe, target = make_small_recipe(config, dialogues, tmp_path / "run"), Target(config, "float32")
     dump_here(recipe)
-    drafts = {"jakiro": LoadedMethod(train_briefly(recipe, target, "jakiro"), chain(DEPTH))}
-    made = harness_of(recipe, target, drafts)
+    jakiro, lookup = (
+        train_briefly(recipe, target, "jakiro"),
+        PromptLookup(PromptLookupConfig(), draft_shapes(target.config)),
+    )
+    tree = TreeConfig(depth=DEPTH, siblings="none")
+    drafts = {
+        "jakiro": LoadedMethod(jakiro, tree),
+        "lookup": LoadedMethod(lookup, tree),
+        "both": LoadedMethod(Sources(jakiro, {"lookup": lookup}), replace(tree, nodes=8)),
+    }
+    made = harness_of(recipe, target, drafts, max_new_tokens=24)
     prompts = [BenchmarkPrompt(str(n), "", (f"Question {n}?",)) for n in range(4)]
-    for temperature in (0.0, 1.0):
-        gate = measured(made, prompts, [temperature])[1]["bench", "jakiro", temperature]
-        assert gate.passed and gate.identical == gate.checked == 4
+    for temperature in (0.0, 1.0):  # a chain of best candidates: plain decoding's tokens at any temperature
+        for name in drafts:
+            gate = measured(made, prompts, [temperature])[1]["bench", name, temperature]
+            assert gate.passed and not gate.drawn and gate.identical == gate.checked == 4
+    for method in drafts.values():
+        prompt = prompt_of(2, 9) * 3
+        text = [*prompt, *decode_plain(target, prompt, Sampling(LENGTH, NEVER)).tokens]
+        decoded = decode_speculative(target, method, prompt, Sampling(LENGTH, NEVER))
+        assert count_acceptance(method, target.states(text), text, len(prompt)) == decoded.acceptance
     monkeypatch.setattr(ChainCache, "keep", lambda cache, prefix, path=(): setattr(cache, "length", prefix + len(path)))
     assert not measured(made, prompts, [0.0])[1]["bench", "jakiro", 0.0].passed
+
+
+def test_the_tuner_considers_chains_alone():
+    config = SimpleNamespace(parallel_choices=lambda depth: [1], max_nodes=lambda tree: 99)
+    for siblings, verifies in (("none", "tree"), ("best", "chain")):
+        tree = TreeConfig(depth=2, top_k=1, nodes=3, siblings=siblings)
+        method = SimpleNamespace(draft=SimpleNamespace(config=config), tree=tree)
+        trees = list_trees(method, 3, 8, verifies)
+        assert trees and {tree.siblings for tree in trees} == {"none"} and {tree.depth for tree in trees} == {1, 2, 3}
 
 
 def test_two_chains_of_two_sources_give_the_better_one():

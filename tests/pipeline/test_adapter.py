@@ -80,6 +80,7 @@ def change_settings(folder, **changes):
     [
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "holds no adapter_model.safetensors"),
         (lambda folder: (folder / "adapter_config.json").unlink(), "holds no adapter_config.json"),
+        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x" * 99), "is damaged: .*Fetch it again"),
         (lambda folder: shutil.rmtree(folder), "is no folder: expected one with adapter_config.json"),
         (lambda folder: change_settings(folder, r=8), "does not fit target .*size mismatch"),
         (lambda folder: change_settings(folder, target_modules=["other"]), "does not fit target .*other"),
