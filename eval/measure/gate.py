@@ -5,7 +5,7 @@ Rounding is measured on plain decoding itself: a row's logits from its cached fo
 those of one uncached forward. A tree's forward may differ by up to `MAX_DRIFT_RATIO` times as much; and two answers may
 diverge only where the choice between their two tokens was as close as that. At temperature 0 in float32 on a CPU no
 difference is allowed. (A GPU may take TF32, and splits sums by how many tokens are verified; layers that keep a state
-round a chain's sums otherwise than a step's: there plain decoding's drift decides in float32 as well.)
+round a chain's sums and a step's differently: there plain decoding's drift decides in float32 as well.)
 """
 
 import math
