@@ -40,6 +40,7 @@ from pipeline.decoding import replay
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.config import LoadedMethod, TreeConfig
 from pipeline.decoding.generate import Generation
+from pipeline.decoding.sources import Sources
 from pipeline.lm.ability import Shape
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
@@ -76,15 +77,17 @@ def list_trees(method: LoadedMethod, depth: int, nodes: int, verifies: Shape = "
     """Return all trees that the method's draft can grow, of at most `depth` levels and `nodes` nodes: chains alone for
     a method without siblings, or a target that verifies nothing else.
     """
-    config, candidates, trees = method.draft.config, method.tree.candidates, []
-    shape: dict[str, Any] = {"candidates": candidates}
-    if chains := verifies == "chain" or method.tree.siblings == "none":
+    config, trees = method.draft.config, []
+    shape: dict[str, Any] = {"candidates": method.tree.candidates}
+    chains = verifies == "chain" or method.tree.siblings == "none"
+    if method.tree.siblings == "none" or (chains and isinstance(method.draft, Sources)):
         shape["siblings"] = "none"
-    for top_k, levels, size in product((1,) if chains else TOP_K, range(1, depth + 1), NODE_COUNTS):
-        for parallel in config.parallel_choices(levels) if levels < size <= nodes else ():
-            tree = TreeConfig(depth=levels, top_k=top_k, nodes=size, parallel=parallel, **shape)
-            if size <= config.max_nodes(tree):
-                trees.append(tree)
+    for top_k, levels in product((1,) if chains else TOP_K, range(1, depth + 1)):
+        for size in range(levels + 1, nodes + 1) if chains else NODE_COUNTS:
+            for parallel in config.parallel_choices(levels) if levels < size <= nodes else ():
+                tree = TreeConfig(depth=levels, top_k=top_k, nodes=size, parallel=parallel, **shape)
+                if size <= config.max_nodes(tree):
+                    trees.append(tree)
     return trees
 
 
@@ -159,8 +162,9 @@ def replay_answers(
     """
     largest = {}
     for name, method in harness.methods.items():
-        deepest, levels = (max(getattr(tree, key) for tree in trees[name]) for key in ("depth", "parallel"))
-        largest[name] = replay.largest_tree(deepest, max(TOP_K), method.tree.candidates, levels)
+        keys = ("depth", "top_k", "parallel")
+        deepest, widest, levels = (max(getattr(tree, key) for tree in trees[name]) for key in keys)
+        largest[name] = replay.largest_tree(deepest, widest, method.tree.candidates, levels)
     counters: dict[str, list[replay.Counter]] = {name: [] for name in largest}
     with Progress("replay", len(texts), "answers") as progress:
         for text in texts:

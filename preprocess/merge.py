@@ -30,13 +30,20 @@ def merge_target(config: TargetConfig, folder: Path, dtype: str) -> None:
     if folder.exists():
         raise PipelineError(f"{folder} exists already: remove it, or name another folder")
     model = load_model(config, DTYPES[dtype])
+    heads = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if not torch.equal(*heads):
+        model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as unfinished:
         model.save_pretrained(unfinished)
         load_tokenizer(config).save_pretrained(unfinished)
         plain = config.model_copy(update={"model": unfinished, "adapter": None, "revision": None})
         written = load_model(plain, DTYPES[dtype]).state_dict()
-        different = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, written[name])]
+        different = [
+            name
+            for name, tensor in model.state_dict().items()
+            if name not in written or not torch.equal(tensor, written[name])
+        ]
         if different:
             raise PipelineError(f"{different[0]} was written otherwise than it was merged: try again on another disk")
         Path(unfinished).chmod(0o755)

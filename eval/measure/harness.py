@@ -24,7 +24,7 @@ from pipeline.decoding.contract import Draft, States
 from pipeline.decoding.generate import Generation, Prefilled, Sampling, decode_plain, decode_speculative, prefill
 from pipeline.lm.chat import parse_answer, prompt_ids
 from pipeline.lm.model import Target
-from pipeline.lm.verifier import fixed_capacity, rounding_bound
+from pipeline.lm.verifier import fixed_capacity
 from pipeline.recipe.checks import PLAIN
 from pipeline.recipe.recipe import Recipe
 
@@ -213,8 +213,8 @@ class Harness:
         for method, gate in outcome.gates.items():
             pairs = [(sampling, answers[PLAIN], answers[method]) for sampling, answers in repeats]
             self._gatekeeper.compare(gate, method, ids, pairs, on_progress)
-            # Greedily in fp32 on a CPU, an answer is its own proof.
-            if task.temperature > 0 or rounding_bound(self.target.dtype, self.target.device):
+            # Greedily, on an exact target, an answer is its own proof.
+            if task.temperature > 0 or not self.target.is_exact:
                 sampling, answers = repeats[0]
                 prefilled = self._prefill(ids, False)
                 self._gatekeeper.examine_rounds(gate, method, ids, sampling, answers[PLAIN], prefilled)

@@ -23,7 +23,7 @@ from pipeline.basics.files import read_json
 from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.features.engines.vllm import find_version, python_of, require_even_split
 from pipeline.features.schema import token_bytes
-from pipeline.lm.attention import FULL, attention_windows
+from pipeline.lm.attention import FULL, attention_windows, declared_positions
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import DTYPES, count_parameters, load_config, locate_target
 from pipeline.recipe.recipe import Recipe
@@ -93,7 +93,7 @@ def find_smallest_parallel(recipe: Recipe, gpu: float, stored: float | None) -> 
     start; None if there is none, or it is unknown.
     """
     text = load_config(recipe.target)
-    longest = recipe.target.engine_options.get("max_model_len", text.max_position_embeddings)
+    longest = recipe.target.engine_options.get("max_model_len", declared_positions(text))
     for parallel in range(1, text.num_attention_heads + 1):
         try:
             require_even_split(recipe.target.model_copy(update={"tensor_parallel": parallel}), text)

@@ -6,6 +6,7 @@ The memory of Python and its libraries is not included.
 """
 
 import math
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from pipeline.drafts.parts.losses import chunk_rows
 from pipeline.features.batch import Batch
 from pipeline.features.positions import Group, Positions
 from pipeline.features.schema import FeatureSpec, arrow_schema, token_bytes
-from pipeline.lm.ability import auto_class, find_decoder
+from pipeline.lm.ability import FORWARD_ERRORS, auto_class, cache_argument, find_decoder
 from pipeline.lm.cache import STATE_COPIES, state_bytes
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import (
@@ -112,16 +113,17 @@ def evaluation_bytes(recipe: Recipe) -> float:
 
 
 def count_state_bytes(config: TargetConfig, dtype: str) -> int:
-    """Return the bytes of the states that layers without keys and values keep of a text, counted with fake tensors,
-    which have no content.
+    """Return the most bytes of the states that layers without keys and values keep of a text. They are counted with
+    fake tensors, which have no content, in bfloat16, as experts have no fake product in float32; 0 for a family whose
+    forward requires content.
     """
-    full = load_full_config(config)
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        model = auto_class(full, config.model).from_config(
-            full, trust_remote_code=config.trust_remote_code, dtype=DTYPES[dtype]
-        )
-        output = find_decoder(model.eval())(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=True)
-    return state_bytes(output.past_key_values)
+    full, tokens = load_full_config(config), torch.zeros(1, 2, dtype=torch.long)
+    options = {"trust_remote_code": config.trust_remote_code, "dtype": torch.bfloat16}
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), suppress(*FORWARD_ERRORS):
+        decoder = find_decoder(auto_class(full, config.model).from_config(full, **options).eval())
+        states = decoder(input_ids=tokens, use_cache=True)[cache_argument(decoder)]
+        return state_bytes(states) * DTYPES[dtype].itemsize // torch.bfloat16.itemsize
+    return 0
 
 
 def rank_bytes(recipe: Recipe, draft: TrainedDraft, ranks: int) -> float:

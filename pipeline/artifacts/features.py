@@ -18,7 +18,7 @@ from pipeline.features.engines import source_identity
 from pipeline.features.schema import FeatureSpec, require_readable
 from pipeline.features.shards import HELDOUT_PROMPTS, MANIFEST, Manifest, find_damage, find_prompts_damage
 from pipeline.features.store import Store
-from pipeline.lm.attention import max_positions
+from pipeline.lm.attention import declared_positions, max_positions
 from pipeline.lm.model import TargetIdentity, identify, load_config, load_tokenizer
 from pipeline.lm.template import template_settings
 from pipeline.recipe.identity import calibration_hash, digest, dump_hash, dump_hash_with, dump_keys, required_layers
@@ -82,7 +82,7 @@ def feature_spec(recipe: Recipe) -> FeatureSpec:
                 "key out"
             )
     most = max_positions(config)
-    if recipe.data.max_length > most < config.max_position_embeddings:
+    if recipe.data.max_length > most < declared_positions(config):
         raise PipelineError(
             f"data.max_length={recipe.data.max_length}: above {most} tokens in a batch {recipe.target.model!r} rotates "
             "every position by other factors (longrope), also in the batch's shorter dialogues. Set it to "

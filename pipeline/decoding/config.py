@@ -60,8 +60,8 @@ class TreeConfig(Settings):
         if self.paths is not None or self.top_k not in (1, None):
             key = "paths" if self.paths is not None else f"top_k={self.top_k}"
             raise ValueError(f"siblings='none' is a chain, but {key} gives it siblings: leave it out")
-        depth = DEFAULTS["depth"] if self.depth is None else self.depth
-        for key, value in (("top_k", 1), ("nodes", depth + 1)):
+        depth = min(DEFAULTS["depth"], (self.nodes or DEFAULTS["nodes"]) - 1) if self.depth is None else self.depth
+        for key, value in (("depth", depth), ("top_k", 1), ("nodes", depth + 1)):
             self._set(key, value if getattr(self, key) is None else getattr(self, key))
 
     def _made_by_paths(self) -> dict[str, int]:

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -153,34 +152,36 @@ def _count_sources(sources: Sources, drafted: Replay, tokens: list[int], begin: 
         for position in positions
     ]
 
-    @cache
-    def merged_pools(tree: TreeConfig) -> list[Merged]:
-        pools = zip(drafted.pools(tree, POOL), copied, strict=True)
-        return [sources.merge_pools(pool, copies) for pool, copies in pools]
+    def merged_pools(tree: TreeConfig) -> Iterator[tuple[list[int], Merged]]:
+        """Yield the text that follows each place, and the merged pools there."""
+        for position, pool, copies in zip(positions, drafted.pools(tree, POOL), copied, strict=True):
+            yield tokens[position + 1 : position + 1 + deepest], sources.merge_pools(pool, copies)
 
     @cache
     def ranks(tree: TreeConfig) -> Tensor:
-        out = []
-        for position, merged in zip(positions, merged_pools(tree), strict=True):
-            found_ranks = merged.ranks(tokens[position + 1 : position + 1 + deepest])
-            out.append([*found_ranks, *[ABSENT] * (deepest - len(found_ranks))])
-        return torch.tensor(out)
+        found = [merged.ranks(following) for following, merged in merged_pools(tree)]
+        return torch.tensor([[*row, *[ABSENT] * (deepest - len(row))] for row in found])
+
+    @cache
+    def chains(tree: TreeConfig) -> list[list[int]]:
+        """Return the number of tokens that chains of at most 1, 2, ... tokens accept below each place."""
+        return [
+            [_common_prefix(following, merged.chain_tokens(length)) for length in range(1, deepest + 1)]
+            for following, merged in merged_pools(tree)
+        ]
 
     def count(tree: TreeConfig) -> Acceptance:
         smallest = replace(tree, nodes=tree.depth + 1)
         if tree.siblings != "none":
             return count_rounds(ranks(smallest), tree.nodes)
-        chains = [
-            [merged.tokens[n - 1] for n in merged.best_chain(tree.nodes - 1)] for merged in merged_pools(smallest)
-        ]
-        return _count_passes(
-            [
-                sum(accumulate(map(int.__eq__, chain, tokens[position + 1 :]), int.__and__))
-                for position, chain in zip(positions, chains, strict=True)
-            ]
-        )
+        return _count_passes([lengths[min(tree.nodes - 1, deepest) - 1] for lengths in chains(smallest)])
 
     return count
+
+
+def _common_prefix(first: list[int], second: list[int]) -> int:
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 @torch.inference_mode()

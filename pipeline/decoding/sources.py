@@ -68,6 +68,9 @@ class Merged:
             end = self.parents[end - 1]
         return path
 
+    def chain_tokens(self, length: int) -> list[int]:
+        return [self.tokens[node - 1] for node in self.best_chain(length)]
+
     def ranks(self, following: list[int]) -> list[int]:
         """Return the places in `order` of the nodes that a text goes through, from the root on, as far as they
         exist.

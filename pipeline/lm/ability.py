@@ -5,6 +5,7 @@ to any of them. Tree: verify siblings in one forward, under a mask. A configurat
 can do at most; a few tokens prove it when the target is loaded to verify.
 """
 
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -32,9 +33,11 @@ _REASONS = {
     "hybrid_sliding": _STATE,
     "chunked_attention": "what a token sees depends on where its chunk begins, which a tree's mask cannot express",
 }
+# Mamba-1 continues a state for one token alone: transformers 5.23 computes a chain as if no text came before.
+READ_ALONE = ("mamba", "falcon_mamba", "jamba")
 _UNREADABLE = "its states are not those of a text that grows at its end"
 # Errors of a model that does not take a mask, positions or a cache as its family's others do.
-_FORWARD_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+FORWARD_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
 def auto_class(full: Any, name: str) -> Any:
@@ -61,14 +64,19 @@ def find_decoder(model: Any) -> Any:
     return model.model if decoder is model else decoder
 
 
+def cache_argument(decoder: Any) -> str:
+    """Return the name under which a decoder takes and returns its cache."""
+    return "cache_params" if "cache_params" in signature(decoder.forward).parameters else "past_key_values"
+
+
 def find_layers(decoder: Any, name: str) -> Any:
     """Return a decoder's layers, in their order. Raise PipelineError where they have none of the usual names."""
     for attribute in ("layers", "h", "blocks"):
         if hasattr(decoder, attribute):
             return getattr(decoder, attribute)
     raise PipelineError(
-        f"target {name!r}: its decoder has no `layers`, so their outputs cannot be stored: leave features."
-        "auxiliary_layers out, and choose drafts that read the final state"
+        f"target {name!r}: its decoder has no `layers`, so their outputs cannot be stored: leave "
+        "features.auxiliary_layers out, and choose drafts that read the final state"
     )
 
 
@@ -94,9 +102,8 @@ def find_tree_obstacle(full: Any) -> str | None:
     for kind in kinds:
         if kind not in (FULL, SLIDING):
             return f"{kind} layers: {_REASONS.get(kind, 'its attention takes no mask over single tokens')}"
-    if not getattr(text, "layer_types", None) and getattr(
-        MODEL_FOR_CAUSAL_LM_MAPPING.get(type(full), None), "_is_stateful", False
-    ):
+    classes = [MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) for config in (full, text)]
+    if not getattr(text, "layer_types", None) and any(getattr(model, "_is_stateful", False) for model in classes):
         return f"recurrent layers ({full.model_type}): {_STATE}"
     if text.model_type in ("bloom", "mpt") or getattr(text, "alibi", False):
         return "ALiBi: it counts distances along the cache, where siblings are adjacent"
@@ -120,7 +127,7 @@ def require_tree(target: "Verifier", name: str) -> None:
     expected_ND = torch.cat([expected_BTD[0, 2:4], expected_BTD[1, 3:5]]).float()
     visible = torch.ones(4, 6, dtype=torch.bool).tril(2)
     visible[2:, 3] = False  # neither the second sibling nor its child sees the first
-    placement = {"device": target.device}
+    placement: Any = {"device": target.device}
     try:
         cache = target.new_cache(6)
         target.forward(torch.tensor([a, b], **placement), cache)
@@ -128,7 +135,7 @@ def require_tree(target: "Verifier", name: str) -> None:
         tree_ND = target.forward(
             tree, cache, torch.tensor([2, 3, 3, 4], **placement), visible.to(target.device)
         ).final_ND.float()
-    except _FORWARD_ERRORS as error:
+    except FORWARD_ERRORS as error:
         raise PipelineError(
             f"target {name!r} takes no tree's mask ({type(error).__name__}: {error}); this architecture needs support "
             "in pipeline/lm/attention.py"
@@ -145,7 +152,7 @@ def require_chain(target: "Verifier", name: str) -> None:
     a, b, root, draft, wrong, after = _probe_tokens(target)
     expected_TD = target.capture(torch.tensor([[a, b, root, draft, after, a]]))[0].float()
     wrong_TD = target.capture(torch.tensor([[a, b, root, draft, wrong]]))[0].float()
-    placement = {"device": target.device}
+    placement: Any = {"device": target.device}
     try:
         cache = target.new_cache(8)
         target.forward(torch.tensor([a, b], **placement), cache)
@@ -153,7 +160,7 @@ def require_chain(target: "Verifier", name: str) -> None:
         cache.keep(2, [2, 3])
         after_ND = target.forward(torch.tensor([after, a], **placement), cache).final_ND.float()
         cache.keep(4, [4, 5])
-    except _FORWARD_ERRORS as error:
+    except FORWARD_ERRORS as error:
         raise PipelineError(
             f"target {name!r}: no chain can be verified with it ({type(error).__name__}: {error}); this architecture "
             "needs support in pipeline/lm/cache.py. Its states can be dumped, and a draft be trained"

@@ -4,11 +4,14 @@ An adapter comes from strangers. Only safetensors are read, and of adapter_confi
 weights are: peft imports modules by the names that other keys give.
 """
 
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
 from pipeline.basics.errors import PipelineError
@@ -38,7 +41,9 @@ IGNORED_KEYS = {
     *("lora_dropout", "init_lora_weights", "megatron_core", "runtime_config", "qalora_group_size", "loftq_config"),
     "ensure_weight_tying",
 }
-_SHARED_PARTS = ("embed_tokens", "lm_head", "wte", "embed_out")  # embeddings and heads, by their usual names
+# Ways to initialise an adapter that leave the base model's weights as they are.
+PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+MAX_RANK, MAX_PATTERN = 4096, 1000  # of a LoRA; characters of a regular expression over modules' names
 
 
 def adapter_file(config: "TargetConfig", name: str) -> Path:
@@ -62,6 +67,13 @@ def adapter_file(config: "TargetConfig", name: str) -> Path:
     return Path(path)
 
 
+def is_local(config: "TargetConfig") -> bool:
+    """Return whether no file of the adapter has to be downloaded."""
+    on_hub = ON_HUB.fullmatch(config.adapter or "")
+    names = (CONFIG, WEIGHTS) if on_hub and not Path(config.adapter or "").is_dir() else ()
+    return all(isinstance(try_to_load_from_cache(on_hub[1], name, revision=on_hub[2]), str) for name in names if on_hub)
+
+
 def adapter_files(config: "TargetConfig") -> list[Path]:
     """Return the files that the merged weights depend on; none without an adapter. Raise PipelineError."""
     return [adapter_file(config, name) for name in (CONFIG, WEIGHTS)] if config.adapter else []
@@ -73,6 +85,14 @@ def _read_settings(config: "TargetConfig") -> dict[str, Any]:
     settings: Any = read_json(path)
     if settings.get("peft_type") != "LORA":
         raise PipelineError(f"{path}: peft_type={settings.get('peft_type')!r}, expected 'LORA': only LoRAs are merged")
+    start, rank = settings.get("init_lora_weights"), settings.get("r")
+    if start not in PLAIN_STARTS:
+        raise PipelineError(
+            f"{path}: init_lora_weights={start!r} changes the base model's weights, too. Save it as a plain LoRA "
+            "(peft's path_initial_model_for_weight_conversion)"
+        )
+    if type(rank) is not int or not 0 < rank <= MAX_RANK or len(str(settings.get("target_modules"))) > MAX_PATTERN:
+        raise PipelineError(f"{path}: r={rank!r}, expected a rank of 1 to {MAX_RANK}, and few target_modules")
     unknown = [key for key, value in settings.items() if key not in KEYS | IGNORED_KEYS and value]
     if unknown:
         raise PipelineError(
@@ -82,26 +102,33 @@ def _read_settings(config: "TargetConfig") -> dict[str, Any]:
     return {key: settings[key] for key in KEYS & settings.keys()}
 
 
-def changes_embedding_or_head(config: "TargetConfig") -> bool:
-    """Return whether an adapter changes the parts that drafts share with the target."""
-    settings = _read_settings(config)
-    named = [settings.get("target_modules"), settings.get("modules_to_save")]
-    return any(part in str(modules) for modules in named for part in (*_SHARED_PARTS, "all-linear"))
+def changes_modules(config: "TargetConfig", names: Iterable[str]) -> bool:
+    """Return whether the adapter has weights for one of these modules of the target."""
+    with _open_weights(config) as weights:
+        return any(f".{name}." in f".{key}" for key in weights.keys() for name in names)  # noqa: SIM118
+
+
+@contextmanager
+def _open_weights(config: "TargetConfig") -> Iterator[Any]:
+    file = adapter_file(config, WEIGHTS)
+    try:
+        with safe_open(file, "pt") as weights:
+            yield weights
+    except (SafetensorError, OSError) as error:
+        raise PipelineError(f"{file} is damaged: {error}. Fetch it again") from None
 
 
 def merge_adapter(model: Any, config: "TargetConfig") -> Any:
     """Add the adapter to the model's weights, and return the model. Raise PipelineError where it does not fit."""
     from peft import LoraConfig, PeftModel, set_peft_model_state_dict  # slow to import, and rarely required
 
-    settings, file = _read_settings(config), adapter_file(config, WEIGHTS)
-    try:
-        weights = load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise PipelineError(f"{file} is damaged: {error}. Fetch it again") from None
+    settings = _read_settings(config)
+    with _open_weights(config) as file:
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     try:
         adapted = PeftModel(model, LoraConfig(**settings))
         result: Any = set_peft_model_state_dict(adapted, weights)
-    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, re.error) as error:
         raise _misfit(config, " ".join(str(error).split())[:300]) from None
     missing = [name for name in result.missing_keys if "lora_" in name or "modules_to_save" in name]
     if wrong := [*result.unexpected_keys, *missing]:

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+POSITION_KEYS, UNLIMITED = ("max_position_embeddings", "seq_length", "max_seq_len"), 1 << 20
 FULL, SLIDING = "full_attention", "sliding_attention"
 GROUPED = f"{__name__}.grouped"  # the name of `grouped_attention` in transformers; a loaded release has its own
 
@@ -37,7 +38,13 @@ def max_positions(text: Any) -> int:
     """
     rope = getattr(text, "rope_parameters", None) or {}
     border = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
-    return min(border or text.max_position_embeddings, text.max_position_embeddings)
+    positions = declared_positions(text)
+    return min(border or positions, positions)
+
+
+def declared_positions(text: Any) -> int:
+    """Return the length of a text that a configuration names, or UNLIMITED: models of states alone name none."""
+    return next((n for key in POSITION_KEYS if (n := getattr(text, key, None))), UNLIMITED)
 
 
 def use_masked_attention(model: PreTrainedModel) -> None:

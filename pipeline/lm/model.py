@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,11 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, read_json
 from pipeline.basics.fingerprint import cache_by_files, identity
 from pipeline.lm.ability import auto_class, find_decoder, find_tree_obstacle, require_readable
-from pipeline.lm.adapter import adapter_files, changes_embedding_or_head, merge_adapter
+from pipeline.lm.adapter import adapter_files, changes_modules, is_local, merge_adapter
 from pipeline.lm.attention import use_masked_attention
 from pipeline.lm.chat import require_template, template_fingerprint, tokenizer_fingerprint
 from pipeline.lm.config import TargetConfig
-from pipeline.lm.states import EmbeddingAndHead, LMHead, head_effects
+from pipeline.lm.states import EmbeddingAndHead, LMHead, head_effects, shared_parts
 from pipeline.lm.template import apply_settings
 from pipeline.lm.verifier import Verifier
 
@@ -225,7 +225,7 @@ def identify_if_local(config: TargetConfig) -> TargetIdentity | None:
             return None
         config = config.model_copy(update={"model": str(Path(cached).parent), "revision": None})
     try:
-        return identify(config)
+        return identify(config) if is_local(config) else None
     except PipelineError:
         return None
 
@@ -257,16 +257,11 @@ def _stored_names(skeleton: PreTrainedModel, files: Iterable[str]) -> dict[str, 
 
 
 def load_embed_head(config: TargetConfig, decoder_dtype: torch.dtype | None = None) -> EmbeddingAndHead:
-    """Load only the embedding and the head from the target's files, in their stored dtype. With a `decoder_dtype` load
-    the layers between them as well, in that dtype and on the recipe's device.
+    """Load only the embedding and the head from the target's files, in their stored dtype in float32 if an adapter
+    changes them. With a `decoder_dtype` load the layers between them, too, in that dtype and on the recipe's device.
     """
-    text = load_config(config)
-    if config.adapter and changes_embedding_or_head(config):
-        model = load_model(config, torch.float32)
-        shared = Verifier(model, text, config.model, verify=False).embed_head(fingerprint(config))
-        return replace(shared, decoder=None if decoder_dtype is None else find_decoder(model.to(decoder_dtype)))
-    target_files = locate_target(config)
-    skeleton = _skeleton(config)
+    text, target_files, skeleton = load_config(config), locate_target(config), _skeleton(config)
+    decoder = None if decoder_dtype is None else _load_decoder(config, decoder_dtype)
     names = {id(parameter): name for name, parameter in skeleton.named_parameters(remove_duplicate=False)}
     output = skeleton.get_output_embeddings()
     files, stored = weight_files(target_files), _stored_names(skeleton, weight_files(target_files))
@@ -277,6 +272,9 @@ def load_embed_head(config: TargetConfig, decoder_dtype: torch.dtype | None = No
     }
     if tensor_names["head"] not in stored and text.tie_word_embeddings:
         tensor_names["head"] = tensor_names["embedding"]
+    modules = [name.rpartition(".")[0] for name in tensor_names.values() if name]
+    if config.adapter and changes_modules(config, modules):
+        return EmbeddingAndHead(*shared_parts(load_model(config, torch.float32), text), fingerprint(config), decoder)
     tensors_by_role = {}
     for role, name in tensor_names.items():
         if name is None:
@@ -286,7 +284,6 @@ def load_embed_head(config: TargetConfig, decoder_dtype: torch.dtype | None = No
         with safe_open(files[stored[name]], "pt") as tensors:
             tensors_by_role[role] = tensors.get_tensor(stored[name])
     head = LMHead(tensors_by_role["head"], tensors_by_role.get("bias"), **head_effects(text))
-    decoder = None if decoder_dtype is None else _load_decoder(config, decoder_dtype)
     return EmbeddingAndHead(tensors_by_role["embedding"], head, fingerprint(config), decoder)
 
 
@@ -315,10 +312,12 @@ def load_final_norm(config: TargetConfig, dtype: str) -> nn.Module:
 
 
 def load_reader(config: TargetConfig, device: torch.device, dtype: torch.dtype) -> tuple[Verifier, Any]:
-    """Load any causal language model that can verify a tree, and its tokenizer. Raise PipelineError."""
+    """Load a causal language model that can verify a tree, and its tokenizer. Raise PipelineError."""
     files, text = locate_target(config), load_config(config)
     if obstacle := load_tree_obstacle(config):
-        raise PipelineError(f"model {config.model!r} cannot draft: it has {obstacle}. Name one of full attention")
+        raise PipelineError(
+            f"model {config.model!r} cannot draft: it has {obstacle}. Name one of full or sliding attention"
+        )
     with _loading(config):
         tokenizer = AutoTokenizer.from_pretrained(files.name, **files.options())
     return Verifier(load_model(config, dtype).to(device), text, config.model), tokenizer

@@ -115,3 +115,9 @@ class EmbeddingAndHead:
         return EmbeddingAndHead(
             self.embedding_VD.to(device, dtype), self.head.copy_to(device, dtype), self.fingerprint, decoder
         )
+
+
+def shared_parts(model: Any, text: Any) -> tuple[Tensor, LMHead]:
+    """Return a loaded model's embedding and head; `text` is its text configuration."""
+    output = model.get_output_embeddings()
+    return model.get_input_embeddings().weight, LMHead(output.weight, output.bias, **head_effects(text))

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -16,7 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.basics.errors import PipelineError
-from pipeline.lm.ability import Shape, find_decoder, find_layers, find_tree_obstacle, require_chain, require_tree
+from pipeline.lm.ability import (
+    Shape,
+    cache_argument,
+    find_decoder,
+    find_layers,
+    find_tree_obstacle,
+    require_chain,
+    require_tree,
+)
 from pipeline.lm.attention import (
     attention_windows,
     causal_mask,
@@ -25,7 +32,7 @@ from pipeline.lm.attention import (
     use_masked_attention,
 )
 from pipeline.lm.cache import MAX_PENDING, ChainCache, TreeCache
-from pipeline.lm.states import EmbeddingAndHead, LMHead, States, head_effects
+from pipeline.lm.states import EmbeddingAndHead, States, shared_parts
 
 CAPACITY_STEP = 512  # capacities of a compiled target's caches are multiples of it: few shapes, few compilations
 
@@ -59,12 +66,9 @@ class Verifier:
         self.positions, self._windows = max_positions(text), attention_windows(text)
         self.decoder = find_decoder(model)
         self.tree_obstacle = find_tree_obstacle(model.config)
-        parameters = signature(self.decoder.forward).parameters
-        self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
-        output: Any = model.get_output_embeddings()
-        self.device = output.weight.device  # of a spread target the last; its own hooks move the inputs
-        self.head = LMHead(output.weight, output.bias, **head_effects(text))
-        self.embedding_VD = model.get_input_embeddings().weight
+        self._cache_name = cache_argument(self.decoder)
+        self.embedding_VD, self.head = shared_parts(model, text)
+        self.device = self.head.linear.weight.device  # of a spread target the last; its own hooks move the inputs
         self._require_split(name)
         if verify:
             (require_tree if self.verifies == "tree" else require_chain)(self, name)

@@ -33,8 +33,14 @@ def auto_tree(target: "TargetConfig") -> dict[str, Any]:
 
 def require_verifiable(recipe: "Recipe", methods: "dict[str, Method] | None" = None) -> None:
     """Raise PipelineError for a method of the recipe whose tree has siblings, if the target verifies chains alone."""
-    from pipeline.lm.model import load_tree_obstacle
+    from pipeline.lm.ability import READ_ALONE
+    from pipeline.lm.model import load_config, load_tree_obstacle
 
+    if (family := load_config(recipe.target).model_type) in READ_ALONE:
+        raise PipelineError(
+            f"{recipe.target.model} is a {family!r}, with which no draft tokens can be verified here. Dump and train "
+            "for it (jakiro run RECIPE --until train), and measure the draft in an engine"
+        )
     obstacle = load_tree_obstacle(recipe.target)
     if obstacle is None:
         return

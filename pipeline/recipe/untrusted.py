@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from pipeline.basics import embedded
 from pipeline.basics.errors import PipelineError
+from pipeline.basics.public import ON_HUB as ADAPTER
 from pipeline.basics.section import Dtype, Scalar
 from pipeline.decoding.config import Method, TreeConfig
 from pipeline.drafts import DraftConfig
@@ -64,6 +65,7 @@ class ReleasedTarget(Untrusted):
 
     model: Short
     revision: Revision | None = None
+    adapter: Short | None = None  # on another machine only one of the Hub is known
     template_keywords: Annotated[
         dict[Keyword, Scalar | Annotated[list[Scalar], Field(max_length=64)]], Field(max_length=32)
     ] = {}
@@ -83,6 +85,7 @@ class ReleasedTarget(Untrusted):
         return TargetConfig(
             model=model,
             revision=self.revision,
+            adapter=self.adapter if self.adapter and ADAPTER.fullmatch(self.adapter) else None,
             template_keywords=self.template_keywords,
             template_date=self.template_date,
             chat_template=None if chat_template is None else str(chat_template),

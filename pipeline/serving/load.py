@@ -94,7 +94,9 @@ def load(
     """
     folder = Path(folder).expanduser()
     require_release(folder)
-    config = target_of(folder, target, device, trust_remote_code).model_copy(update={"adapter": adapter})
+    config = target_of(folder, target, device, trust_remote_code)
+    if adapter is not None:
+        config = config.model_copy(update={"adapter": adapter})
     return LoadedRelease(folder, config, dtype or _read_decoding(folder).eval.dtype)
 
 

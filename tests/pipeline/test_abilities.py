@@ -8,9 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from eval.measure.prompts import BenchmarkPrompt
 from eval.tune import list_trees
+from infra.plan.memory import count_state_bytes
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import LoadedMethod, TreeConfig, chain
 from pipeline.decoding.contract import CandidatePool, RoundInput
@@ -20,8 +22,9 @@ from pipeline.decoding.sources import Sources, merge
 from pipeline.decoding.tree import Tree, build_tree
 from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.drafts.prompt_lookup import PromptLookup, PromptLookupConfig
-from pipeline.lm.ability import find_tree_obstacle
-from pipeline.lm.cache import ChainCache
+from pipeline.lm.ability import cache_argument, find_tree_obstacle
+from pipeline.lm.attention import UNLIMITED, declared_positions
+from pipeline.lm.cache import ChainCache, state_bytes
 from pipeline.lm.model import Target
 from pipeline.lm.states import Needs
 from pipeline.recipe.load import load_recipe
@@ -82,11 +85,14 @@ def require_the_models_states(target: Target, prompt: list[int], family: str) ->
 
 
 @pytest.mark.parametrize("family", READ_ALONE)
-def test_a_target_that_forgets_the_text_before_a_chain_is_read_alone(family, tmp_path):
+def test_a_target_that_forgets_the_text_before_a_chain_is_read_alone(family, dialogues, tmp_path):
     config = save(tmp_path, family)
     require_the_models_states(Target(config, "float32", verify=False), prompt_of(1, 37), family)
     with pytest.raises(PipelineError, match="this architecture ignores a rejected token's removal"):
         Target(config, "float32")
+    recipe = make_small_recipe(config, dialogues, tmp_path / "run")
+    with pytest.raises(PipelineError, match=r"with which no draft tokens can be verified here. Dump and train for it"):
+        require_verifiable(recipe)
 
 
 @pytest.mark.parametrize("family", [*MORE_TREES, *CHAINS, *MULTIMODAL])
@@ -153,6 +159,7 @@ def test_the_gate_lets_chains_round_as_plain_decoding_does(dialogues, tmp_path, 
         for name in drafts:
             gate = measured(made, prompts, [temperature])[1]["bench", name, temperature]
             assert gate.passed and not gate.drawn and gate.identical == gate.checked == 4
+            assert gate.rounds > 0  # also greedily: such an answer is not its own proof
     for method in drafts.values():
         prompt = prompt_of(2, 9) * 3
         text = [*prompt, *decode_plain(target, prompt, Sampling(LENGTH, NEVER)).tokens]
@@ -163,12 +170,12 @@ def test_the_gate_lets_chains_round_as_plain_decoding_does(dialogues, tmp_path, 
 
 
 def test_the_tuner_considers_chains_alone():
-    config = SimpleNamespace(parallel_choices=lambda depth: [1], max_nodes=lambda tree: 99)
+    config = SimpleNamespace(parallel_choices=lambda depth: [1], max_nodes=lambda tree: tree.depth + 1)
     for siblings, verifies in (("none", "tree"), ("best", "chain")):
         tree = TreeConfig(depth=2, top_k=1, nodes=3, siblings=siblings)
         method = SimpleNamespace(draft=SimpleNamespace(config=config), tree=tree)
-        trees = list_trees(method, 3, 8, verifies)
-        assert trees and {tree.siblings for tree in trees} == {"none"} and {tree.depth for tree in trees} == {1, 2, 3}
+        trees = list_trees(method, 16, 20, verifies)
+        assert [(tree.depth, tree.top_k, tree.nodes) for tree in trees] == [(n, 1, n + 1) for n in range(1, 17)]
 
 
 def test_two_chains_of_two_sources_give_the_better_one():
@@ -201,6 +208,7 @@ def test_a_tree_is_refused_with_the_line_that_works(chain_recipe):
     assert chain_recipe("eval.tree=auto").eval.tree.depth == 6
     with pytest.raises(PipelineError, match=r"eval.methods.wide.tree: the tree of wide has siblings"):
         require_verifiable(chain_recipe("eval.tree=auto", "eval.methods.wide={draft='eagle', tree={depth=2}}"))
+    assert chain_recipe("eval.tree={siblings='none', nodes=2}").eval.tree.depth == 1
     with pytest.raises(PipelineError, match=r"draft.skipper runs through the target's blocks"):
         require_verifiable(chain_recipe("eval.tree=auto", "draft.skipper={kind='skipper'}"))
 
@@ -218,6 +226,23 @@ def test_the_page_lists_every_family_with_what_it_verifies():
     chains = {name for name in MULTIMODAL if find_tree_obstacle(family_config(name))}
     assert listed["trees"] == {*MORE_TREES, *MULTIMODAL} - chains
     assert listed["chains"] == {*CHAINS, *chains} and listed["nothing"] == {*READ_ALONE}
+
+
+@pytest.mark.parametrize("family", ["mamba", "qwen3_next", "lfm2", "falcon_h1"])
+def test_a_plan_counts_the_states_that_are_copied(family, tmp_path):
+    config, counts = save(tmp_path, family), {}
+    for dtype in ("bfloat16", "float32"):
+        target = Target(config, dtype, verify=False)
+        output = target.decoder(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=True)
+        counts[dtype] = state_bytes(output[cache_argument(target.decoder)])
+    assert count_state_bytes(config, "bfloat16") == counts["bfloat16"] > 0
+    assert counts["float32"] <= count_state_bytes(config, "float32") <= 2 * counts["float32"]
+
+
+def test_a_configuration_without_positions_is_read(tmp_path):
+    config = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=260)
+    assert not hasattr(config, "max_position_embeddings") and declared_positions(config) == UNLIMITED
+    assert draft_shapes(config)["max_position_embeddings"] == UNLIMITED
 
 
 def test_abilities_are_those_of_the_configuration():

@@ -106,3 +106,16 @@ def test_an_adapter_of_another_base_is_refused(adapted, tmp_path):
 def test_an_engine_takes_no_adapter():
     with pytest.raises(ValueError, match="engine='vllm' takes no adapter: run jakiro merge"):
         TargetConfig(model="a/b", adapter="a/c@" + "0" * 40, engine="vllm", engine_python="python")
+
+
+def test_an_adapter_that_changes_its_base_is_refused(adapted, tmp_path):
+    shutil.copytree(adapted[0].adapter, tmp_path / "adapter")
+    for changes, message in (
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' changes the base model's weights"),
+        ({"r": 10**9}, "r=1000000000, expected a rank of 1 to 4096"),
+        ({"target_modules": "*["}, "does not fit target"),
+    ):
+        shutil.copy(f"{adapted[0].adapter}/adapter_config.json", tmp_path / "adapter")
+        change_settings(tmp_path / "adapter", **changes)
+        with pytest.raises(PipelineError, match=message):
+            Target(adapted[0].model_copy(update={"adapter": str(tmp_path / "adapter")}), "float32")

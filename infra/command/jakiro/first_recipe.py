@@ -19,7 +19,9 @@ from pipeline.basics.files import atomic_path
 from pipeline.basics.public import public_text
 from pipeline.decoding.config import TreeConfig
 from pipeline.drafts import DRAFTS, kind_key
+from pipeline.drafts.parts.layers import MLP_RATIO
 from pipeline.features.reasons import describe_reasons
+from pipeline.lm.attention import declared_positions
 from pipeline.lm.chat import Unusable
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import count_parameters, load_config, load_tokenizer, load_tree_obstacle
@@ -235,7 +237,7 @@ def draft_settings(preset: Preset, config: Any, paper: bool) -> dict[str, Any]:
         settings |= preset.llama_2
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     if experts and "mlp_width" in DRAFTS[kind_key(settings)].config.__dataclass_fields__:
-        settings.setdefault("mlp_width", 3 * config.hidden_size)
+        settings.setdefault("mlp_width", MLP_RATIO * config.hidden_size)
     return settings
 
 
@@ -246,7 +248,7 @@ def uses_paper_preset(args: argparse.Namespace, machine: Machine) -> bool:
 
 def max_length_of(config: Any, paper: bool) -> int:
     """Return the most tokens of a dialogue."""
-    return min(2048 if paper else 512, config.max_position_embeddings)
+    return min(2048 if paper else 512, declared_positions(config))
 
 
 def write_recipe(args: argparse.Namespace) -> list[str]:

@@ -8,7 +8,7 @@ from transformers import DynamicCache, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from pipeline.lm.attention import FULL, GROUPED
+from pipeline.lm.attention import FULL, GROUPED, declared_positions
 
 SHAPE_FIELDS = (
     "hidden_size",
@@ -40,6 +40,7 @@ def draft_shapes(target: Any) -> dict[str, Any]:
     shapes["num_attention_heads"] = shapes["num_attention_heads"] or max(width // HEAD_WIDTH, 1)
     shapes["num_key_value_heads"] = shapes["num_key_value_heads"] or shapes["num_attention_heads"]
     shapes["head_dim"] = shapes["head_dim"] or width // shapes["num_attention_heads"]
+    shapes["max_position_embeddings"] = declared_positions(target)
     shapes["rms_norm_eps"] = shapes["rms_norm_eps"] or 1e-6
     shapes["rope_parameters"] = draft_rope(shapes["rope_parameters"])
     shapes["target_layers"] = target.num_hidden_layers

@@ -10,6 +10,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Sampling
 from pipeline.features.engines.openai import OpenAI, excerpt
 from pipeline.features.source import Answer, GenerationPrompt, SourceIdentity
+from pipeline.lm.attention import declared_positions
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import load_config, load_stop_ids, load_tokenizer
 
@@ -29,7 +30,7 @@ class ServerSource:
         assert config.engine_url is not None
         self._server = OpenAI(config.engine_url, "target.engine_url", TRIES)
         self.identity, self.tokenizer = identity, load_tokenizer(config)
-        self.positions = load_config(config).max_position_embeddings
+        self.positions = declared_positions(load_config(config))
         self.stop_ids = load_stop_ids(config, self.tokenizer)
         self._model = self._server.only_model("expected a server of the target alone")
 

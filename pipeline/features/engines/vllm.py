@@ -16,6 +16,7 @@ from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.decoding.generate import Sampling
 from pipeline.features.engines.child import EngineProcess, Reply, child_environment
 from pipeline.features.source import Answer, GenerationPrompt, SourceIdentity
+from pipeline.lm.attention import declared_positions
 from pipeline.lm.config import BATCH_INVARIANT, TargetConfig
 from pipeline.lm.model import load_config, load_final_norm, load_stop_ids, load_tokenizer, locate_target
 
@@ -110,7 +111,7 @@ class VllmSource:
         rising = sorted({*identity.layers, last})
         self._places = [rising.index(layer) for layer in identity.layers]
         self._engine = EngineProcess([python_of(config), "-m", MODULE], engine_options(config, dtype), rising)
-        self.positions = min(self._engine.positions - 1, text.max_position_embeddings)  # the engine adds a token
+        self.positions = min(self._engine.positions - 1, declared_positions(text))  # the engine adds a token
 
     def close(self) -> None:
         self._engine.close()
