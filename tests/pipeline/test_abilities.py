@@ -228,7 +228,7 @@ def test_the_page_lists_every_family_with_what_it_verifies():
     assert listed["chains"] == {*CHAINS, *chains} and listed["nothing"] == {*READ_ALONE}
 
 
-@pytest.mark.parametrize("family", ["mamba", "qwen3_next", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize("family", ["minimax", "qwen3_next", "lfm2", "falcon_h1"])
 def test_a_plan_counts_the_states_that_are_copied(family, tmp_path):
     config, counts = save(tmp_path, family), {}
     for dtype in ("bfloat16", "float32"):
