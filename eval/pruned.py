@@ -21,7 +21,7 @@ from pipeline.artifacts.features import readable_spec
 from pipeline.artifacts.reports import ResultRow, make_origin, replace_rows
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts import build
-from pipeline.drafts.skipper import Skipper, SkipperConfig
+from pipeline.drafts.native.skipper import Skipper, SkipperConfig
 from pipeline.features.shards import FeatureStore
 from pipeline.features.text import first_texts
 from pipeline.lm.model import Target, fingerprint

@@ -27,11 +27,11 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.progress import format_duration
 from pipeline.drafts import TrainedDraft, build, parameter_count
 from pipeline.drafts.jakiro import JakiroConfig
+from pipeline.drafts.native.skipper import SkipperConfig
 from pipeline.drafts.parallel.dflash import DFlashConfig
 from pipeline.drafts.parallel.dspark import DSparkConfig
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
 from pipeline.drafts.parts.layers import draft_shapes
-from pipeline.drafts.skipper import SkipperConfig
 from pipeline.features.batch import Batch
 from pipeline.features.schema import FP8, FeatureSpec, TextRow, row_dtype, token_bytes
 from pipeline.features.shards import write_features

@@ -31,6 +31,7 @@ TRAIN = {
     "hydra-plain": (2, 128, 2, 1, 0.001, (0.9, 0.95), 0.001, 40, "cosine", 0.5, 0),
     "dflash": (6, 128, 2, 1, 0.0006, (0.9, 0.95), 0.001, 128, "cosine", 1.0, 0),
     "p-eagle": (6, 128, 1, 1, 0.0006, (0.9, 0.95), 0.001, 128, "cosine", 1.0, 0),
+    "mtp": (3, 64, 2, 1, 5e-5, (0.9, 0.95), 0.001, 100, "cosine", 1.0, 0),
     "skipper": (1, 16, 2, 1, 0.001, (0.9, 0.95), 0.001, 10, "cosine", 0.5, 0),
     "small-llama": (10, 16, 2, 1, 0.0005, (0.9, 0.95), 0.001, 2000, "cosine", 0.5, 0),
 }
@@ -41,6 +42,7 @@ TREES = {
     **dict.fromkeys(("medusa", "hydra", "hydra-plain", "small-llama"), FOUR_DEEP),
     "dflash": {"depth": 15, "top_k": 10, "nodes": 64},
     "p-eagle": {"depth": 8, "top_k": 10, "nodes": 64},
+    "mtp": {"depth": 3, "top_k": 4, "nodes": 16},
     "skipper": {"depth": 4, "top_k": 2, "nodes": 8},
 }
 DRAFT = {  # for a Llama 3 of 8B
@@ -55,6 +57,7 @@ DRAFT = {  # for a Llama 3 of 8B
     "hydra-plain": {"kind": "hydra", "prefix": False, "blocks": 1, "objective": "hard-ce"},
     "dflash": {"kind": "dflash"},
     "p-eagle": {"kind": "p-eagle", "vocabulary": 32000},
+    "mtp": {"kind": "mtp"},
     "skipper": {"kind": "skipper", "sparsity": 0.2},
     "small-llama": {
         **{"kind": "small-llama", "vocabulary": 32000, "layers": 4, "width": 1024, "mlp_width": 2816},

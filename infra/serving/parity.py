@@ -175,7 +175,7 @@ def compare(
     for name in drafts:
         release, folder = make_release(recipe, name, work / f"{name}{suffix}"), work / f"{name}{suffix}-vllm"
         shutil.rmtree(folder, ignore_errors=True)
-        export(release, "vllm", folder)
+        export(release, "vllm", folder, model)
         methods[name], exported[name] = local.method(release, folder), folder
         local_chains[name] = local.decode_chains(methods[name])
 
@@ -187,8 +187,11 @@ def compare(
         with engine.serve(model) as address:
             served_plain = [engine.ask(address, model, ids, TOKENS) for ids in local.prompts]
         for name in (name for name in drafts if recipe.draft[name].kind in engine.draft_kinds):
-            with engine.serve(model, ExportedDraft(exported[name], vllm_method(recipe.draft[name]), CHAIN)) as address:
-                served_chains = [engine.ask(address, model, ids, TOKENS) for ids in local.prompts]
+            method, folder, served_model = vllm_method(recipe.draft[name]), exported[name], model
+            if recipe.draft[name].kind == "mtp":  # the exported folder is the target's
+                folder, served_model = None, str(folder)
+            with engine.serve(served_model, ExportedDraft(folder, method, CHAIN)) as address:
+                served_chains = [engine.ask(address, served_model, ids, TOKENS) for ids in local.prompts]
             add(engine, f"{name}{suffix}", (local.plain_answers, local_chains[name]), (served_plain, served_chains))
             if isinstance(engine, Vllm) and recipe.draft[name].kind == "eagle3":
                 answers, estimates = local.estimate(methods[name], engine.python)

@@ -1,6 +1,6 @@
 """Tiny targets with features that the embedded target lacks, each with an EAGLE-3 draft trained on its answers, and
 with drafts that would take long to train for the embedded target: P-EAGLE, DFlash, Medusa, a small Llama; EAGLE and
-DFlash with a window.
+DFlash with a window. And tiny targets of families that come with an MTP head, which is trained on their answers.
 
 RoPE is scaled from 64 positions on, as in Llama 3.1 and YaRN; the auxiliary layers are no engine's default, so that an
 engine which reads other layers accepts less; one prompt takes an engine several batches. Weights are random, the
@@ -11,12 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.artifacts import checkpoint
+from pipeline.basics.files import read_json, write_json
 from pipeline.decoding.generate import Sampling, decode_plain
 from pipeline.drafts import TrainedDraft, build, make_objective
 from pipeline.drafts.eagle3 import Eagle3Frame
+from pipeline.drafts.native.families import HEADS, to_file_names
+from pipeline.drafts.native.files import read_head
+from pipeline.drafts.native.mtp import Mtp, MtpConfig
 from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.features.batch import collate
 from pipeline.features.schema import TextRow
@@ -27,7 +32,11 @@ from pipeline.recipe.recipe import Recipe
 LAYERS, AUXILIARY, POSITIONS, SCALED_FROM = 24, [1, 10, 20], 2048, 64
 LENGTHS = (12, 300, 1500)  # tokens of the prompts: all but the first go beyond the original positions
 VOCABULARY = 1024
-RATE_AND_STEPS = {"small": (2e-3, 4), "dflash": (3e-3, 40)}  # learning rate and steps, if not the default ones
+RATE_AND_STEPS = {
+    "small": (2e-3, 4),
+    "dflash": (3e-3, 40),
+    "mtp": (5e-3, 100),
+}  # learning rate and steps, if not the default ones
 DEFAULT_RATE_AND_STEPS = (1e-2, 4)
 ROPES: dict[str, dict[str, Any]] = {
     "llama3": {"rope_theta": 5e5, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -48,6 +57,30 @@ DRAFTS = {  # by the target's RoPE
         "small": SMALL,
     },
     "yarn": {"eagle3": EAGLE_3, "dflash": DFLASH.replace("}", ", window=16}")},
+    "mimo": {"mtp": '{kind="mtp", before_norm=true}'},
+    "glm4_moe": {"mtp": '{kind="mtp"}'},
+    "ernie4_5_moe": {"mtp": '{kind="mtp"}'},
+    "hy_v3": {"mtp": '{kind="mtp"}'},
+}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "first_k_dense_replace": 1}
+EXPERTS |= {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_nextn_predict_layers": 1}
+SHAPES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
+SHAPES |= {"head_dim": 64, "initializer_range": 0.15, "num_hidden_layers": 2, "tie_word_embeddings": False}
+# Targets with an MTP head: transformers' name, settings, and keys of config.json that vLLM reads.
+WITH_HEAD: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "mimo": ("qwen2", {}, {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}),
+    "glm4_moe": ("glm4_moe", EXPERTS | {"use_qk_norm": True}, {}),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 128, "moe_layer_start_index": 1},
+        {"num_nextn_predict_layers": 1},
+    ),
+    "hy_v3": (
+        "hy_v3",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+        {"first_k_dense_replace": 1, "expert_hidden_dim": 128, "route_norm": True, "qk_norm": True}
+        | {"num_nextn_predict_layers": 1},
+    ),
 }
 
 
@@ -74,21 +107,39 @@ def _save_target(embedded: Path, folder: Path, kind: str) -> torch.Tensor:
     tokenizer: Any = AutoTokenizer.from_pretrained(embedded)
     texts = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     words = torch.tensor([number for number, text in enumerate(texts) if text[1:].isascii() and text[1:].isalpha()])
-    rope = {"rope_type": kind, "original_max_position_embeddings": SCALED_FROM, "factor": POSITIONS / SCALED_FROM}
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=LAYERS,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=64, max_position_embeddings=POSITIONS,
-        rope_parameters=rope | ROPES[kind], initializer_range=0.15, tie_word_embeddings=True,
+    name, settings, keys = WITH_HEAD.get(
+        kind, ("llama", {"num_hidden_layers": LAYERS, "tie_word_embeddings": True}, {})
+    )
+    if kind in ROPES:
+        scaled = {"original_max_position_embeddings": SCALED_FROM, "factor": POSITIONS / SCALED_FROM}
+        settings["rope_parameters"] = {"rope_type": kind} | scaled | ROPES[kind]
+    config = AutoConfig.for_model(
+        name, **SHAPES | settings, vocab_size=len(tokenizer), max_position_embeddings=POSITIONS,
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    embedding = model.get_input_embeddings().weight.data
+    model = AutoModelForCausalLM.from_config(config)
+    embedding = model.get_output_embeddings().weight.data
     unused = torch.ones(len(embedding), dtype=torch.bool).index_fill_(0, words, False)
     embedding[unused] = 0.0  # never the likeliest
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    write_json(folder / "config.json", read_json(folder / "config.json") | keys)
+    if kind in WITH_HEAD:
+        _add_head(folder, kind)
     return words
+
+
+def _add_head(folder: Path, kind: str) -> None:
+    """Write the tensors of a random MTP head into a target's file."""
+    form, shapes = HEADS[kind], draft_shapes(AutoConfig.from_pretrained(folder))
+    head = build(MtpConfig(before_norm=form.before_norm), shapes)
+    assert isinstance(head, Mtp)
+    names = form.names_in_files(shapes["target_layers"])
+    tensors = {
+        name: tensor.detach().clone() for name, tensor in to_file_names(head.decoder, names, head.state_dict()).items()
+    }
+    save_file(load_file(folder / checkpoint.WEIGHTS) | tensors, folder / checkpoint.WEIGHTS, metadata={"format": "pt"})
 
 
 def _train_draft(
@@ -102,6 +153,7 @@ def _train_draft(
         spare = [token for token in range(2 * VOCABULARY) if token not in answer_tokens]
         draft.set_vocabulary(torch.tensor(sorted([*answer_tokens, *spare[: VOCABULARY - len(answer_tokens)]])))
     draft.bind(target.embed_head(fingerprint(recipe.target)))
+    read_head(draft, recipe.target)
     draft.start_from_target([])
     rows = []
     for prompt, answer in zip(prompts, answers, strict=True):

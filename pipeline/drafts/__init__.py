@@ -11,6 +11,9 @@ from pipeline.drafts.eagle3 import Eagle3, Eagle3Config
 from pipeline.drafts.gumiho import Gumiho, GumihoConfig
 from pipeline.drafts.hydra import Hydra, HydraConfig
 from pipeline.drafts.jakiro import ExpertsObjective, Jakiro, JakiroConfig, JakiroOnEagle3, JakiroOnEagle3Config
+from pipeline.drafts.native import mtp
+from pipeline.drafts.native.mtp import Mtp, MtpConfig
+from pipeline.drafts.native.skipper import Skipper, SkipperConfig, SkipperObjective
 from pipeline.drafts.parallel import dflash, dspark, medusa, p_eagle
 from pipeline.drafts.parallel.anchors import BlockObjective
 from pipeline.drafts.parallel.dflash import DFlash, DFlashConfig
@@ -22,7 +25,6 @@ from pipeline.drafts.parts.module import DraftModule, TrainedDraft
 from pipeline.drafts.parts.names import Names
 from pipeline.drafts.parts.objective import Objective
 from pipeline.drafts.prompt_lookup import PromptLookup, PromptLookupConfig
-from pipeline.drafts.skipper import Skipper, SkipperConfig, SkipperObjective
 from pipeline.drafts.small_model import SmallLlama, SmallLlamaConfig, SmallModel, SmallModelConfig
 
 
@@ -46,6 +48,7 @@ DRAFTS: dict[str, Kind] = {
     "jakiro": Kind(JakiroConfig, Jakiro, ExpertsObjective, jakiro.NAMES),
     "jakiro on eagle-3": Kind(JakiroOnEagle3Config, JakiroOnEagle3, ExpertsObjective, jakiro.NAMES_ON_EAGLE3),
     "medusa": Kind(MedusaConfig, Medusa, names=medusa.NAMES),
+    "mtp": Kind(MtpConfig, Mtp, names=mtp.NAMES),
     "p-eagle": Kind(PEagleConfig, PEagle, PEagleObjective, p_eagle.NAMES),
     "prompt-lookup": Kind(PromptLookupConfig, PromptLookup),
     "skipper": Kind(SkipperConfig, Skipper, SkipperObjective),

@@ -16,6 +16,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.public import public_name
 from pipeline.decoding.contract import DraftOutput
 from pipeline.drafts.parts.base import DraftConfig, Drafting, VocabularyConfig
+from pipeline.drafts.parts.layers import UnregisteredModule
 from pipeline.drafts.parts.losses import OwnHead, Term
 from pipeline.drafts.parts.module import TrainedDraft
 from pipeline.drafts.parts.names import NO_OWN_VOCABULARY, Export, FileFormat, Names
@@ -26,16 +27,6 @@ from pipeline.lm.verifier import Verifier
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
-
-
-class UnregisteredModule:
-    """A wrapper that keeps a module out of `nn.Module` registration: casts and state dicts of its owner skip it."""
-
-    def __init__(self, module: nn.Module):
-        self._module = module
-
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self._module.to(x.device)(x, *args, **kwargs)
 
 
 # -- trained here ------------------------------------------------------------------------------------------------------

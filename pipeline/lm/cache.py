@@ -46,6 +46,12 @@ class GrowingLayer(CacheLayerMixin):
         self._show(end)
         return self.keys, self.values
 
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Append the keys (B, N, D) of a sparse layer's indexer, and return all of them."""
+        past = getattr(self, "indexer_keys", indexer_key_states[:, :0])
+        self.indexer_keys = torch.cat([past, indexer_key_states], dim=1)
+        return self.indexer_keys
+
     def _grow(self, needed: int) -> None:
         capacity = max(self._expected, needed, 2 * self._buffers[0].shape[-2])
         for place, old in enumerate(self._buffers):
@@ -64,6 +70,9 @@ class GrowingLayer(CacheLayerMixin):
         if moved is not None:
             for buffer in self._buffers:
                 buffer[:, :, prefix : prefix + count] = buffer[:, :, moved]
+        if (keys := getattr(self, "indexer_keys", None)) is not None:
+            following = keys[:, prefix : prefix + count] if moved is None else keys[:, moved]
+            self.indexer_keys = torch.cat([keys[:, :prefix], following], dim=1)
         self._show(prefix + count)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

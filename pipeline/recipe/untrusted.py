@@ -52,6 +52,7 @@ Keyword = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")]
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
 Size = Annotated[int, Field(ge=1, le=WIDEST)]
 Real = Annotated[float, Field(ge=-1e12, le=1e12)]
+Setting = Scalar | None | Annotated[list[Scalar | None], Field(max_length=LARGEST)]
 
 
 class Untrusted(BaseModel):
@@ -157,6 +158,13 @@ def _check_rope(rope: dict[str, Any]) -> dict[str, Any]:
     return rope
 
 
+class TargetLayer(Untrusted):
+    """The settings of an MTP head's layer; of them only those that its family defines for itself have an effect."""
+
+    family: Word
+    settings: Annotated[dict[Keyword, Setting | dict[Keyword, Setting]], Field(max_length=200)]
+
+
 class Shapes(Untrusted):
     """A draft's shapes, as `pipeline.drafts.parts.layers.draft_shapes` returns them."""
 
@@ -174,6 +182,7 @@ class Shapes(Untrusted):
     max_position_embeddings: Size
     vocab_size: Size
     target_layers: Annotated[int, Field(ge=1, le=4096)]
+    layer: TargetLayer | None = None  # of a draft that is the target's MTP head
     known_tokens: Size | None = None  # set if the target's vocabulary has rows that no token uses
 
 

@@ -26,8 +26,10 @@ from pipeline.artifacts import checkpoint
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json, write_json
 from pipeline.drafts import DRAFTS, DraftConfig, kind_key
+from pipeline.drafts.native.mtp import Mtp, MtpConfig
 from pipeline.drafts.parts.names import GPT_OSS, Export, FileFormat, Names
 from pipeline.lm.model import locate_target
+from pipeline.serving.head import write_target
 from pipeline.serving.load import target_of
 
 GGUF, DRAFT_GGUF = "gguf", "draft.gguf"
@@ -50,6 +52,7 @@ def export(
     if out.exists():
         raise PipelineError(f"{out} exists already: remove it, or name another folder")
     config, weights = _convert_draft(release, saved, engine, target)
+    head = checkpoint.load(release, saved.target["fingerprint"]) if isinstance(saved.config, MtpConfig) else None
     if engine == GGUF:
         if llama_cpp is None:
             raise PipelineError("--to gguf runs llama.cpp's own converter: add --llama-cpp CHECKOUT")
@@ -58,8 +61,11 @@ def export(
     with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
         building = Path(temporary) / "form"
         building.mkdir()
-        checkpoint.write_weights(building / checkpoint.WEIGHTS, weights)
-        write_json(building / checkpoint.CONFIG, config)
+        if isinstance(head, Mtp):
+            write_target(head, saved.target["fingerprint"], target_of(release, target), building)
+        else:
+            checkpoint.write_weights(building / checkpoint.WEIGHTS, weights)
+            write_json(building / checkpoint.CONFIG, config)
         if llama_cpp is not None and engine == GGUF:
             form, building = building, Path(temporary) / GGUF
             building.mkdir()
@@ -156,13 +162,14 @@ def convert(llama_cpp: Path, model: Path, out: Path, target: Path | None = None,
 # -- launch lines -----------------------------------------------------------------------------------------------------
 
 
-def format_speculative_config(method: dict[str, Any], draft: Path, guesses: int) -> str:
-    """Return vLLM's `--speculative-config` as JSON."""
-    return json.dumps({**method, "model": str(draft), "num_speculative_tokens": guesses})
+def format_speculative_config(method: dict[str, Any], draft: Path | None, guesses: int) -> str:
+    """Return vLLM's `--speculative-config` as JSON. `draft`: its folder, unless the target's own files hold it."""
+    model = {} if draft is None else {"model": str(draft)}
+    return json.dumps({**method, **model, "num_speculative_tokens": guesses})
 
 
 LAUNCH_COMMANDS = {
-    "vllm": "vllm serve TARGET --speculative-config {config}",
+    "vllm": "vllm serve {target} --speculative-config {config}",
     "sglang": (
         "python -m sglang.launch_server --model-path TARGET --speculative-algorithm {algorithm} "
         "--speculative-draft-model-path {out} {chain}--speculative-num-draft-tokens {tokens}"
@@ -180,11 +187,13 @@ def _launch(saved: checkpoint.CheckpointConfig, engine: str, out: Path) -> list[
     names, form = _form_of(saved.config, engine)
     install = [f"pip install {form.plug_in}    # once, into vLLM's environment"] if form.plug_in else []
     guesses = saved.config.levels if names.is_block else saved.tree.depth  # type: ignore[attr-defined]
+    is_head = isinstance(saved.config, MtpConfig)
     line = LAUNCH_COMMANDS[engine].format(
+        target=shlex.quote(str(out)) if is_head else "TARGET",
         out=shlex.quote(str(out)),
         folder=repr(str(out)),
         gguf=shlex.quote(str(out / DRAFT_GGUF)),
-        config=shlex.quote(format_speculative_config(vllm_method(saved.config), out, guesses)),
+        config=shlex.quote(format_speculative_config(vllm_method(saved.config), None if is_head else out, guesses)),
         algorithm=names.method["method"].upper(),
         chain="" if names.is_block else f"--speculative-num-steps {guesses} --speculative-eagle-topk 1 ",
         tokens=guesses + 1,

@@ -6,8 +6,8 @@ import torch
 from eval.pruned import main, measure_losses
 from pipeline.artifacts.reports import read_rows
 from pipeline.drafts import build
+from pipeline.drafts.native.skipper import SkipperConfig
 from pipeline.drafts.parts.layers import draft_shapes
-from pipeline.drafts.skipper import SkipperConfig
 from pipeline.recipe.load import load_recipe
 from tests.kit import call, dump_here, recipe_tree, save_tiny_target, write_recipe, write_sharegpt
 from tests.pipeline.taught import prompt_of

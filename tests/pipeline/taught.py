@@ -15,13 +15,13 @@ from pipeline.drafts.eagle3 import Eagle3Config
 from pipeline.drafts.gumiho import GumihoConfig
 from pipeline.drafts.hydra import HydraConfig
 from pipeline.drafts.jakiro import JakiroConfig, JakiroOnEagle3Config
+from pipeline.drafts.native.skipper import SkipperConfig
 from pipeline.drafts.parallel.dflash import DFlashConfig
 from pipeline.drafts.parallel.dspark import DSparkConfig
 from pipeline.drafts.parallel.medusa import MedusaConfig
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
 from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.drafts.parts.one_layer import OneLayerConfig
-from pipeline.drafts.skipper import SkipperConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.features.batch import collate
 from pipeline.features.schema import TextRow
@@ -192,6 +192,10 @@ def taught(target, embed_head, config, prompt, answer, steps=150):
         unused = [token for token in range(260) if token not in answer]
         draft.set_vocabulary(torch.tensor(sorted([*set(answer), *unused[: config.vocabulary - len(set(answer))]])))
     draft.bind(embed_head)
+    return teach(draft, target, prompt, answer, steps)
+
+
+def teach(draft, target, prompt, answer, steps=150):
     tokens = torch.tensor([*prompt, *answer])
     mask = torch.ones(len(tokens), dtype=torch.uint8).numpy()
     states_TSD = target.capture_all(tokens[None], list(draft.needs.auxiliary))[0].clone()

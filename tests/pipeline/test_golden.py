@@ -21,13 +21,13 @@ from pipeline.drafts.eagle3 import Eagle3Config
 from pipeline.drafts.gumiho import GumihoConfig
 from pipeline.drafts.hydra import HydraConfig
 from pipeline.drafts.jakiro import JakiroConfig, JakiroOnEagle3Config
+from pipeline.drafts.native.skipper import SkipperConfig
 from pipeline.drafts.parallel.dflash import DFlashConfig
 from pipeline.drafts.parallel.dspark import DSparkConfig
 from pipeline.drafts.parallel.medusa import MedusaConfig
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
 from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.drafts.parts.module import DraftModule
-from pipeline.drafts.skipper import SkipperConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.features.batch import collate
 from pipeline.features.positions import count_positions

@@ -12,6 +12,7 @@ from pipeline.drafts.eagle3 import Eagle3, Eagle3Config
 from pipeline.drafts.gumiho import GumihoConfig
 from pipeline.drafts.hydra import HydraConfig
 from pipeline.drafts.jakiro import JakiroConfig, JakiroOnEagle3Config, balance_penalty
+from pipeline.drafts.native.skipper import SkipperConfig
 from pipeline.drafts.parallel.dflash import DFlashConfig
 from pipeline.drafts.parallel.dspark import DSparkConfig
 from pipeline.drafts.parallel.medusa import Medusa, MedusaConfig
@@ -20,7 +21,6 @@ from pipeline.drafts.parts import losses
 from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.drafts.parts.losses import Labels, Term, TermBatch, chunk_rows, compute_term_sums, renormalised_teacher
 from pipeline.drafts.parts.objective import select_inputs, vocabulary_indices
-from pipeline.drafts.skipper import SkipperConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.features.batch import Noise, collate, collate_packed
 from pipeline.features.positions import Horizons, trained_mask

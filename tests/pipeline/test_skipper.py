@@ -10,8 +10,8 @@ from pipeline.decoding.config import LoadedMethod, TreeConfig
 from pipeline.decoding.contract import DraftRequest, Frontier, RoundInput
 from pipeline.decoding.generate import Sampling, decode_plain, decode_speculative
 from pipeline.drafts import build, make_objective
+from pipeline.drafts.native.skipper import SkipperConfig
 from pipeline.drafts.parts.layers import draft_shapes
-from pipeline.drafts.skipper import SkipperConfig
 from pipeline.features.batch import collate
 from pipeline.features.schema import TextRow
 from pipeline.lm.config import TargetConfig

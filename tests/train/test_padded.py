@@ -21,7 +21,7 @@ from pipeline.serving.load import load
 from tests.kit import dump_here, recipe_tree, write_recipe, write_sharegpt
 from tests.pipeline.families import save
 from tests.pipeline.taught import prompt_of
-from train.loop import new_draft
+from train.start import new_draft
 
 TOKENIZER_SIZE, ROWS = 260, 320
 DRAFTS = {

@@ -24,8 +24,7 @@ from pipeline.running import markdown
 from tests.kit import ROOT, change_sealed, dump_here, flip, recipe_tree, write_recipe, write_sharegpt
 from tests.train.runs import largest_difference, lines_of, run_training, stopped_here, train_here
 from tests.train.test_training import ZERO_3
-from train.loop import new_draft
-from train.start import read_start
+from train.start import new_draft, read_start
 
 KINDS = {
     "jakiro": {"kind": "jakiro", "vocabulary": 64},
@@ -256,7 +255,8 @@ def test_a_trained_draft_goes_on_for_a_fine_tune_of_its_target(onward, undisturb
     train_here(onward, cold, SAME_VOCABULARY)
     curves = [[line["loss"] for line in lines_of(output, "validation")] for output in (warm, cold)]
     print(f"validation loss, warm and cold: {curves}")
-    assert len(curves[0]) == 3 and all(first < second for first, second in zip(*curves, strict=True))
+    assert len(curves[0]) == 4, "the weights that it starts from are validated before the first step"
+    assert len(curves[1]) == 3 and all(first < second for first, second in zip(curves[0][1:], curves[1], strict=True))
     stopped_here(onward, stopped, *begins, saves=2)
     train_here(onward, stopped, *begins)
     assert len({sha256(output / "drafts/jakiro" / checkpoint.WEIGHTS) for output in (warm, stopped)}) == 1

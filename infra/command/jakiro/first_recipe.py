@@ -19,6 +19,7 @@ from pipeline.basics.files import atomic_path
 from pipeline.basics.public import public_text
 from pipeline.decoding.config import TreeConfig
 from pipeline.drafts import DRAFTS, kind_key
+from pipeline.drafts.native.families import HEADS, find_family
 from pipeline.drafts.parts.layers import MLP_RATIO
 from pipeline.features.reasons import describe_reasons
 from pipeline.lm.attention import declared_positions
@@ -235,6 +236,9 @@ def draft_settings(preset: Preset, config: Any, paper: bool) -> dict[str, Any]:
         del settings["vocabulary"]
     if config.model_type == "llama" and config.vocab_size == 32_000:
         settings |= preset.llama_2
+    family = find_family(config)
+    if settings["kind"] == "mtp" and family and HEADS[family].before_norm:
+        settings |= {"before_norm": True}
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     if experts and "mlp_width" in DRAFTS[kind_key(settings)].config.__dataclass_fields__:
         settings.setdefault("mlp_width", MLP_RATIO * config.hidden_size)
@@ -257,6 +261,11 @@ def write_recipe(args: argparse.Namespace) -> list[str]:
     """
     target = TargetConfig(model=args.target)
     config = load_config(target)
+    if load_presets()[args.draft].settings["kind"] == "mtp" and not find_family(config):
+        raise PipelineError(
+            f"--draft mtp: no names of an MTP head are known for targets of type {config.model_type}: known are "
+            f"{', '.join(HEADS)}"
+        )
     weights = 2 * count_parameters(target)
     machine = Machine.detect()
     Share.of(machine, weights)  # raises before the data are read

@@ -8,6 +8,7 @@ from transformers import DynamicCache, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
+from pipeline.drafts.native.families import layer_shapes
 from pipeline.lm.attention import FULL, GROUPED, declared_positions
 
 SHAPE_FIELDS = (
@@ -44,7 +45,8 @@ def draft_shapes(target: Any) -> dict[str, Any]:
     shapes["rms_norm_eps"] = shapes["rms_norm_eps"] or 1e-6
     shapes["rope_parameters"] = draft_rope(shapes["rope_parameters"])
     shapes["target_layers"] = target.num_hidden_layers
-    return shapes
+    layer = layer_shapes(target)
+    return shapes | ({"layer": layer} if layer else {})
 
 
 def draft_rope(target: dict[str, Any] | None) -> dict[str, Any]:
@@ -73,6 +75,16 @@ def layer_config(shapes: dict[str, Any]) -> LlamaConfig:
 
 def swiglu(config: LlamaConfig, width: int) -> LlamaMLP:
     return LlamaMLP(LlamaConfig(**{**config.to_dict(), "intermediate_size": width}))
+
+
+class UnregisteredModule:
+    """A wrapper that keeps a module out of `nn.Module` registration: casts and state dicts of its owner skip it."""
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self._module.to(x.device)(x, *args, **kwargs)
 
 
 class AttentionBlock(nn.Module):

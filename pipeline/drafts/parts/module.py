@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +26,17 @@ class DraftModule(nn.Module):
     head, if it has one, is in the state dict.
     """
 
+    has_target_layer: ClassVar = False  # its layer is one of the target's family: it needs `shapes["layer"]`
+
     def __init__(self, config: Any, shapes: dict[str, Any]):
         super().__init__()
-        self.config, self.shapes = config, shapes
+        self.config = config
+        self.shapes = {key: value for key, value in shapes.items() if self.has_target_layer or key != "layer"}
         # For messages; replaced by the recipe's name for drafts loaded from a run's folder.
         self.name: str = config.kind
         self.needs: Needs = config.needs(shapes["target_layers"])
         self.target_vocabulary: int = shapes["vocab_size"]
+        self.has_weights = False  # given before training, so that they are measured before it, too
         self.recompute = False  # recompute activations in the backward instead of keeping them
         # In a list, so outside of the module tree: the target's weights are neither trained nor saved.
         self._embed_head: list[EmbeddingAndHead] = []

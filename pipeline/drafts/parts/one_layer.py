@@ -105,40 +105,28 @@ class Heads:
     routed: tuple[Tensor, Tensor] | None = None
 
 
-class OneLayer(TrainedDraft):
-    """A draft of one decoder layer. Its frame defines `block`, `features` and `inputs`; the draft defines `heads`."""
+class FeatureDraft(TrainedDraft):
+    """A draft of one decoder layer, whose later guesses take its own features in place of the target's states."""
 
     config: OneLayerConfig
-
-    def __init__(self, config: Any, shapes: dict[str, Any]):
-        super().__init__(config, shapes)
-        self.llama = layer_config(shapes)
-        # In a list, so outside of the module tree: a cast to bf16 must not change RoPE's frequencies.
-        self._rope = [rotary(self.llama)]
-
-    # -- defined by the frame and the draft -----------------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def block(self) -> AttentionBlock: ...
 
     @abstractmethod
     def features(self, states_TSD: Tensor) -> Tensor:
         """Return the layer's feature (..., D) for the target's states (..., S, D)."""
 
     @abstractmethod
-    def inputs(self, features: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input of the attention, and the residual that is added to its output."""
-
-    @abstractmethod
-    def mlp_modules(self, llama: Any) -> dict[str, nn.Module]:
-        """Return the modules after the attention by name."""
+    def _trunk(
+        self, features_BTD: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Tensor | None, cache: Any
+    ) -> Tensor:
+        """Return what `heads` takes (B, T, D), for features and the tokens after them."""
 
     @abstractmethod
     def heads(self, u: Tensor) -> Heads:
-        """Return the predictions for the attention's output `u` (..., D)."""
+        """Return the predictions for the trunk's output `u` (..., D)."""
 
-    # -- shared ---------------------------------------------------------------------------------------------------
+    def new_cache(self) -> DynamicCache:
+        """Return an empty cache for a training batch."""
+        return DynamicCache()
 
     def next_feature(self, feature: Tensor) -> Tensor:
         """Return the feature that the next forward pass takes, from a predicted one."""
@@ -147,16 +135,6 @@ class OneLayer(TrainedDraft):
     def embed(self, tokens: Tensor, like: Tensor) -> Tensor:
         """Return the tokens' embeddings, as the layer takes them."""
         return nn.functional.embedding(tokens, self.embed_head.embedding_VD).to(like.dtype)
-
-    def _share(self, draft_copy: Self) -> None:
-        draft_copy._rope = self._rope
-
-    def _trunk(
-        self, features_BTD: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Tensor | None, cache
-    ) -> Tensor:
-        x, residual = self.inputs(features_BTD, self.embed(tokens_BT, features_BTD))
-        rope = self._rope[0].to(x.device)
-        return residual + self.block.attend(x, rope(residual, positions_BT), mask, cache)
 
     @property
     def training_forwards(self) -> int:
@@ -199,13 +177,16 @@ class OneLayer(TrainedDraft):
             mask = additive_mask(ttt_mask(number, places, begins_BT, self.config.window), before_BTD.dtype)[:, None]
 
         def run(before_BTD: Tensor, *keys_values: Tensor) -> tuple[Heads, tuple[Tensor, ...]]:
-            cache = DynamicCache() if self.config.ttt_steps > 1 else None  # a new cache: `run` may run twice
+            cache = self.new_cache() if self.config.ttt_steps > 1 else None  # a new cache: `run` may run twice
             if cache is not None and keys_values:
                 cache.update(keys_values[0], keys_values[1], 0)
+                for keys in keys_values[2:]:
+                    cache.update_indexer(keys, 0)
             positions = places[None] if begins_BT is None else places - begins_BT
             u = self._trunk(before_BTD, tokens_BT, positions, mask, cache)
             layer: Any = cache and cache.layers[0]
-            return self.heads(u), (layer.keys, layer.values) if layer else ()
+            indexer_keys = [layer.indexer_keys] if hasattr(layer, "indexer_keys") else []
+            return self.heads(u), (layer.keys, layer.values, *indexer_keys) if layer else ()
 
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(run, before_BTD, *keys_values, use_reentrant=False)
@@ -254,6 +235,38 @@ class OneLayer(TrainedDraft):
         mask = additive_mask(torch.cat([prefix, frontier.visible_WC], dim=1), frontier.carry_WD.dtype)[None, None]
         u = self._trunk(frontier.carry_WD[None], frontier.tokens_W[None], positions, mask, state.cache)
         return self._output(u[0], request)
+
+
+class OneLayer(FeatureDraft):
+    """A draft of one Llama layer. Its frame defines `block`, `features` and `inputs`; the draft defines `heads`."""
+
+    def __init__(self, config: Any, shapes: dict[str, Any]):
+        super().__init__(config, shapes)
+        self.llama = layer_config(shapes)
+        # In a list, so outside of the module tree: a cast to bf16 must not change RoPE's frequencies.
+        self._rope = [rotary(self.llama)]
+
+    @property
+    @abstractmethod
+    def block(self) -> AttentionBlock: ...
+
+    @abstractmethod
+    def inputs(self, features: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the input of the attention, and the residual that is added to its output."""
+
+    @abstractmethod
+    def mlp_modules(self, llama: Any) -> dict[str, nn.Module]:
+        """Return the modules after the attention by name."""
+
+    def _share(self, draft_copy: Self) -> None:
+        draft_copy._rope = self._rope
+
+    def _trunk(
+        self, features_BTD: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Tensor | None, cache: Any
+    ) -> Tensor:
+        x, residual = self.inputs(features_BTD, self.embed(tokens_BT, features_BTD))
+        rope = self._rope[0].to(x.device)
+        return residual + self.block.attend(x, rope(residual, positions_BT), mask, cache)
 
 
 class Dense(OneLayer):
