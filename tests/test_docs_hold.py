@@ -18,6 +18,8 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import DEFAULTS
 from pipeline.drafts import DRAFTS
 from pipeline.drafts.eagle3 import DECAY, Eagle3Config
+from pipeline.drafts.native.families import HEADS
+from pipeline.drafts.native.mtp import MtpConfig
 from pipeline.drafts.parallel.p_eagle import MIN_KEEP_RATE
 from pipeline.drafts.prompt_lookup import LONGEST
 from pipeline.features.schema import VERSION
@@ -210,6 +212,9 @@ def test_each_folder_of_the_code_is_listed():
             r"(\d+) families, tiny",
             sum(map(len, (FAMILIES, MORE_TREES, CHAINS, READ_ALONE, MULTIMODAL))),
         ),
+        ("docs/scope.md", r"of (\d+) \| heads of several", len(HEADS)),
+        ("docs/your-own-target.md", r"ttt_steps = (\d+)", MtpConfig().ttt_steps),
+        ("docs/your-own-target.md", r"decay = ([\d.]+)", MtpConfig().decay),
         ("docs/data.md", r"`target.template_date`\s\((\S+) unless you set it\)", TargetConfig(model="x").template_date),
         (
             "docs/trees.md",

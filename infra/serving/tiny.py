@@ -30,7 +30,8 @@ from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 
 LAYERS, AUXILIARY, POSITIONS, SCALED_FROM = 24, [1, 10, 20], 2048, 64
-LENGTHS = (12, 300, 1500)  # tokens of the prompts: all but the first go beyond the original positions
+LENGTHS = (12, 300, 1500)  # tokens of the prompts: all but the first go beyond the original positions; the last is left
+# out for a head, whose training computes all of its text
 VOCABULARY = 1024
 RATE_AND_STEPS = {
     "small": (2e-3, 4),
@@ -92,8 +93,8 @@ def make_tiny_target(path: Path, kind: str, tokens: int, work: Path) -> tuple[Re
     words = _save_target(Path(locate_target(load_recipe(path).target).name), folder, kind)
     overrides = [f"draft.{name}={settings}" for name, settings in DRAFTS[kind].items()]
     recipe = load_recipe(path, [f"target.model={folder}", f"output={folder / 'run'}", *overrides])
-    generator = torch.Generator().manual_seed(0)
-    prompts = [words[torch.randint(len(words), (length,), generator=generator)].tolist() for length in LENGTHS]
+    generator, lengths = torch.Generator().manual_seed(0), LENGTHS[:2] if kind in WITH_HEAD else LENGTHS
+    prompts = [words[torch.randint(len(words), (length,), generator=generator)].tolist() for length in lengths]
     target = Target(recipe.target, "float32")
     answers = [decode_plain(target, prompt, Sampling(tokens, frozenset())).tokens for prompt in prompts]
     for name in DRAFTS[kind]:

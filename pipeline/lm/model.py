@@ -46,6 +46,7 @@ _FILES = (
     *("additional_chat_templates/*", "*.safetensors", "*.safetensors.index.json"),
 )
 _WEIGHTS_FILE = re.compile(r"\w[\w.-]*\.safetensors")
+FINAL_NORMS = ("norm", "final_layernorm", "norm_f", "embedding_norm", "ln_f")  # of a decoder, its name
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -291,11 +292,11 @@ def load_final_norm(config: TargetConfig, dtype: str) -> nn.Module:
     """Load the target's norm after its last layer, and no other weights. Raise PipelineError where it has none."""
     skeleton = _skeleton(config)
     decoder = find_decoder(skeleton)
-    norm = getattr(decoder, "norm", None)
+    norm = next((getattr(decoder, name) for name in FINAL_NORMS if hasattr(decoder, name)), None)
     if norm is None:
         raise PipelineError(
-            f"target {config.model!r}: its decoder has no final norm by that name, so states of an engine cannot be "
-            "normed: use target.engine = 'transformers'"
+            f"target {config.model!r}: its decoder has no final norm by one of the names {', '.join(FINAL_NORMS)}, so "
+            "states of an engine cannot be normed: use target.engine = 'transformers'"
         )
     target_files = locate_target(config)
     files, stored = weight_files(target_files), _stored_names(skeleton, weight_files(target_files))

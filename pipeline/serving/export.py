@@ -83,7 +83,8 @@ def list_tested_engines(release: Path) -> dict[str, list[str]]:
         except PipelineError:
             continue
         if _form_of(saved.config, engine)[1].is_tried:
-            extra_arguments = " --llama-cpp CHECKOUT --target TARGET_FOLDER" if engine == GGUF else ""
+            needs_target = engine == GGUF or isinstance(saved.config, MtpConfig)
+            extra_arguments = " --llama-cpp CHECKOUT" * (engine == GGUF) + " --target TARGET_FOLDER" * needs_target
             command = f"jakiro export PATH/TO/THIS/FOLDER --to {engine} --out {out}{extra_arguments}"
             commands[version] = [command, *_launch(saved, engine, out)]
     return commands

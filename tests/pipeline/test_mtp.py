@@ -1,6 +1,7 @@
 """MTP heads of many families, tiny and random: read out of the target's files, trained, decoded, written back."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
+from eval.measure.tasks import load_drafts
 from pipeline.artifacts import checkpoint
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import LoadedMethod, Method, TreeConfig, chain
@@ -22,12 +24,14 @@ from pipeline.drafts.native.mtp import Mtp, MtpConfig
 from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target, fingerprint
+from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.serving.export import export
-from tests.kit import recipe_tree, save_tiny_target, write_sharegpt
+from tests.kit import ROOT, dump_here, recipe_tree, save_tiny_target, write_recipe, write_sharegpt
 from tests.pipeline.families import MIXTURE
 from tests.pipeline.heads import WEIGHTS, add_tensors, change_json, save_with_head
 from tests.pipeline.taught import NEVER, prompt_of, teach, write_release
+from tests.train.runs import train_here
 
 SETTINGS = {
     "hy_v3": MIXTURE,
@@ -132,6 +136,41 @@ def test_a_step_of_qwens_head_by_hand(tmp_path):
 
     u = draft._trunk(states_TD[None], tokens[None, 1:], torch.arange(count)[None], None, None)
     assert torch.allclose(draft.head_input(u)[0], expected_TD, atol=2e-5)
+
+
+def test_training_begins_with_the_targets_head_and_evaluation_takes_it_as_it_is(tmp_path):
+    """Of MiMo's family, whose head reads states before the final norm: the dump stores them."""
+    folder = tmp_path / "target"
+    config, saved = save_with_head(folder, "mimo")
+    tree = recipe_tree(folder, write_sharegpt(tmp_path / "data.json"), tmp_path / "run")
+    mtp = {"kind": "mtp", "before_norm": True}
+    tree["draft"] = {"mtp": mtp, "as-it-is": mtp | {"trained": False}}
+    tree["publish"]["draft"], tree["train"]["dtype"] = "mtp", "float32"
+    path = write_recipe(tree, tmp_path / "recipe")
+    recipe = load_recipe(path)
+    dump_here(recipe)
+    trained = tmp_path / "trained"
+    train_here((path, recipe.paths.features), trained, draft="mtp")
+
+    recipe = load_recipe(path, [f"output={trained}"])
+    facts = checkpoint.read_config(recipe.paths.draft("mtp")).training
+    lines = [json.loads(line) for line in (recipe.paths.draft("mtp") / checkpoint.METRICS).read_text().splitlines()]
+    first, *_, last = [line for line in lines if line["kind"] == "validation"]
+    assert first["step"] == 0 and last["loss"] < first["loss"]
+    assert facts["before"]["estimated_tau"] == round(first["estimated_tau"], 5)
+    assert "start" not in facts
+
+    drafts = load_drafts(recipe, Target(config, "float32"), ["as-it-is", "mtp"])
+    as_it_is, after = (drafts[name].state_dict() for name in ("as-it-is", "mtp"))
+    assert all(torch.equal(tensor, as_it_is[name]) for name, tensor in saved.state_dict().items())
+    assert not torch.equal(as_it_is["eh_proj.weight"], after["eh_proj.weight"])
+
+
+def test_the_page_lists_every_family():
+    page = (ROOT / "docs/your-own-target.md").read_text()
+    table = page.partition("| family (`model_type`) |")[2].partition("\n\n")[0]
+    listed = [re.sub(r"\(.*\)", "", row.split("|")[1]) for row in table.splitlines()[2:]]
+    assert sorted(name.strip() for names in listed for name in names.split(",")) == sorted(HEADS)
 
 
 def test_the_steps_weights_fall_and_sum_to_one():
