@@ -14,6 +14,8 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not t
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted import prints nothing
 
+import torch
+
 from eval.measure import plots, report
 from eval.measure.harness import pool_outcomes
 from eval.measure.tasks import EvalJob, decode_all, evaluation_lock, make_job, methods_tuned_as_written
@@ -36,8 +38,9 @@ from pipeline.basics.files import sha256, write_sealed, write_text
 from pipeline.basics.progress import set_record_path
 from pipeline.basics.public import public_name
 from pipeline.decoding.config import Method
-from pipeline.drafts import kind_key
-from pipeline.lm.model import count_parameters, identify, load_tokenizer
+from pipeline.drafts import build, kind_key, parameter_count
+from pipeline.drafts.parts.layers import draft_shapes
+from pipeline.lm.model import count_parameters, identify, load_config, load_tokenizer
 from pipeline.lm.template import template_settings
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
 from pipeline.recipe.recipe import Recipe
@@ -53,16 +56,26 @@ def is_measured(path: Path, key: str) -> bool:
 def describe_method(job: EvalJob, method: Method) -> dict:
     """Return the report's facts about a method, without measured figures."""
     recipe, name = job.recipe, method.draft
-    config, small_model = recipe.draft[name], recipe.small_models.get(name)
+    config = recipe.draft[name]
     training = checkpoint.read_config(recipe.paths.draft(name)).training if config.trained else {}
     return {
         "kind": kind_key(config),
-        "parameters": count_parameters(small_model) if small_model else training.get("parameters", 0),
+        "parameters": training.get("parameters", 0) or count_untrained_parameters(recipe, name),
         "training": training,
         "method": method.to_json(),
         "weights_sha256": None if config.corpus else job.digests[name],
         "corpora": [job.digests[source] for source in method.sources if recipe.draft[source].corpus],
     }
+
+
+def count_untrained_parameters(recipe: Recipe, name: str) -> int:
+    """Return the parameters of a draft that is a small model, or the target's MTP head; else 0."""
+    if name in recipe.small_models:
+        return count_parameters(recipe.small_models[name])
+    if recipe.draft[name].trained or not recipe.draft[name].has_module:
+        return 0
+    with torch.device("meta"):
+        return parameter_count(build(recipe.draft[name], draft_shapes(load_config(recipe.target))))
 
 
 def collect_settings(recipe: Recipe) -> dict:

@@ -136,7 +136,7 @@ class TrainingState:
     validation: dict[str, float] = field(default_factory=dict)  # the last one
     best: dict[str, Any] | None = None  # tau, step, trained tokens, seconds and validation of the best weights
     stale: int = 0  # validations since the best weights
-    before: dict[str, float] = field(default_factory=dict)  # the validation before step 1, if weights were given
+    initial: dict[str, float] = field(default_factory=dict)  # the validation before step 1, if weights were given
 
 
 class _Run:
@@ -192,7 +192,7 @@ class _Run:
             self._progress = progress
             if first == 0 and self._draft.has_weights:
                 self._validate()
-                self._state.before = self._state.validation
+                self._state.initial = self._state.validation
             begin, before, idle = time.monotonic(), self._state.trained_tokens, self._store.seconds_waited
             for _, micro_batches in self._batches.from_step(first, self._engine.device):
                 if self._is_finished:  # resumed after the last validation: nothing is left to train
@@ -361,7 +361,7 @@ class _Run:
             "seconds": round(figures["seconds"], 1),
             "validation": _round(figures["validation"]),
         }
-        facts |= {"before": _round(self._state.before)} if self._state.before else {}
+        facts |= {"initial": _round(self._state.initial)} if self._state.initial else {}
         return facts | ({"cut_short": self.cut_short} if self.cut_short else {})
 
     @property

@@ -19,13 +19,13 @@ from pipeline.basics.public import ON_HUB
 from pipeline.drafts import TrainedDraft, build
 from pipeline.drafts.native.files import read_head
 from pipeline.drafts.parts.base import STARTS
-from pipeline.drafts.parts.layers import draft_shapes
+from pipeline.drafts.parts.layers import draft_shapes, mask_padding
 from pipeline.drafts.parts.names import DRAFT_TOKEN_IDS
 from pipeline.features.schema import FeatureSpec
 from pipeline.features.shards import FeatureStore
 from pipeline.features.text import first_texts
 from pipeline.lm.model import DTYPES, load_config, load_embed_head, load_tokenizer
-from pipeline.lm.states import EmbeddingAndHead, Needs, count_known_tokens
+from pipeline.lm.states import EmbeddingAndHead, Needs
 from pipeline.recipe.identity import start_folder
 from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.untrusted import TrainingFacts, parse_untrusted
@@ -111,10 +111,10 @@ def read_start(recipe: Recipe, name: str, embed_head: EmbeddingAndHead, spec: Fe
         draft, _, imported = convert_draft(folder, recipe, name, embed_head, any_vocabulary=True)
         facts["sha256"] = imported["sha256"]
     current_settings = {"target": spec.target, "template": spec.template_settings, "template_mark": spec.template}
-    start_settings = asdict(draft.config) | _shapes(draft.shapes, draft.needs) | recorded
+    start_settings = asdict(draft.config) | _shapes(draft.shapes, draft.needs, draft) | recorded
     draft_settings = (
         asdict(config)
-        | _shapes(target, config.needs(target["target_layers"]))
+        | _shapes(target, config.needs(target["target_layers"]), draft)
         | {key: current_settings[key] for key in recorded}
     )
     return StartingDraft(
@@ -122,10 +122,11 @@ def read_start(recipe: Recipe, name: str, embed_head: EmbeddingAndHead, spec: Fe
     )
 
 
-def _shapes(all_shapes: dict[str, Any], needs: Needs) -> dict[str, Any]:
+def _shapes(all_shapes: dict[str, Any], needs: Needs, draft: TrainedDraft) -> dict[str, Any]:
     """Return the shapes of what a draft reads of its target, with layers by their numbers."""
     widths = {key: all_shapes[key] for key in ("hidden_size", "vocab_size")}
-    return widths | {"auxiliary_layers": list(needs.auxiliary)}
+    layer = {"layer": all_shapes["layer"]} if draft.has_target_layer else {}
+    return widths | layer | {"auxiliary_layers": list(needs.auxiliary)}
 
 
 def _require_allowed(
@@ -159,10 +160,7 @@ def new_draft(
     """Return the draft at step 0: a function of the recipe, its seed, the shards and what it starts from."""
     config = recipe.draft[name]
     shapes = draft_shapes(load_config(recipe.target))
-    shapes = start.shapes(shapes) if start else shapes
-    token_count = count_known_tokens(load_tokenizer(recipe.target))
-    if token_count < shapes["vocab_size"]:
-        shapes["known_tokens"] = token_count
+    shapes = mask_padding(start.shapes(shapes) if start else shapes, load_tokenizer(recipe.target))
     draft = build(config, shapes)
     draft.name, draft.recompute = name, recipe.train.recompute
     draft.initialise(recipe.seed)
@@ -173,7 +171,8 @@ def new_draft(
     if config.runs_the_target:
         embed_head = load_embed_head(recipe.target, DTYPES[recipe.train.dtype])
     draft.bind(embed_head)
-    read_head(draft, recipe.target)
+    if start is None:
+        read_head(draft, recipe.target)
     draft.start_from_target(first_texts(store.texts))
     if start:
         start.copy_weights_to(draft)

@@ -25,7 +25,7 @@ from pipeline.decoding.contract import Source
 from pipeline.drafts import make_untrained
 from pipeline.drafts.native.files import read_head
 from pipeline.drafts.native.mtp import Mtp
-from pipeline.drafts.parts.layers import draft_shapes
+from pipeline.drafts.parts.layers import draft_shapes, mask_padding
 from pipeline.drafts.prompt_lookup import corpus_hashes
 from pipeline.drafts.small_model import SmallModel
 from pipeline.lm.model import Target, fingerprint, identify, load_reader
@@ -181,7 +181,8 @@ def load_drafts(recipe: Recipe, target: Target, names: list[str]) -> dict[str, S
     for name in names:
         config = recipe.draft[name]
         if not config.trained:
-            drafts[name] = draft = make_untrained(config, draft_shapes(target.config), lambda: target.tokenizer)
+            shapes = mask_padding(draft_shapes(target.config), target.tokenizer)
+            drafts[name] = draft = make_untrained(config, shapes, lambda: target.tokenizer)
             draft.name = name
             if isinstance(draft, Mtp):
                 read_head(draft, recipe.target)

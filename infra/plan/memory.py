@@ -105,7 +105,8 @@ def evaluation_bytes(recipe: Recipe) -> float:
     length = recipe.data.max_length + recipe.eval.max_new_tokens
     cache = 2 * config.num_hidden_layers * shapes["num_key_value_heads"] * shapes["head_dim"] * length
     with torch.device("meta"):
-        drafts = sum(parameter_count(build(recipe.draft[name], shapes)) for name in recipe.trained)
+        built = [build(draft, shapes) for draft in recipe.draft.values() if draft.has_module]
+    drafts = sum(map(parameter_count, built))
     drafts += sum(map(count_parameters, recipe.small_models.values()))
     target = count_parameters(recipe.target) * (2 if recipe.eval.pack_linears else 1)
     states = count_state_bytes(recipe.target, recipe.eval.dtype) if load_tree_obstacle(recipe.target) else 0

@@ -23,6 +23,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import lock_folder, sha256
 from pipeline.basics.public import public_text
 from pipeline.drafts import DRAFTS, TrainedDraft, build, kind_key, parameter_count
+from pipeline.drafts.native.mtp import MtpConfig
 from pipeline.drafts.parallel.mask import MASK_TOKEN_ID
 from pipeline.drafts.parts.names import DRAFT_TOKEN_IDS, UNSET
 from pipeline.lm.model import load_config, load_embed_head
@@ -54,6 +55,11 @@ def import_draft(source: Path, recipe: Recipe, name: str, published: dict[str, s
     """
     if name not in recipe.trained:
         raise PipelineError(f"--draft {name}: the recipe has {', '.join(recipe.trained)} that have weights")
+    if isinstance(recipe.draft[name], MtpConfig):
+        raise PipelineError(
+            f"--draft {name}: an MTP head lies in its target's files. Name the exported folder in target.model, or a "
+            f"release of the head in draft.{name}.start"
+        )
     folder = recipe.paths.draft(name)
     if (folder / checkpoint.CONFIG).exists():
         raise PipelineError(f"{folder} holds a draft already. Remove it, or give the recipe another output folder")

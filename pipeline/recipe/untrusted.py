@@ -158,11 +158,23 @@ def _check_rope(rope: dict[str, Any]) -> dict[str, Any]:
     return rope
 
 
+def _check_layer(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a layer. Raises ValueError for rotary angles that no draft of this project computes."""
+    rope = settings.get("rope_parameters") or {}
+    share = rope.get("partial_rotary_factor", 1.0)
+    if not isinstance(rope, dict) or type(share) not in (int, float) or not 0 < share <= 1:
+        raise ValueError("rope_parameters: expected a partial_rotary_factor of at most 1")
+    _check_rope(rope)
+    return settings
+
+
 class TargetLayer(Untrusted):
     """The settings of an MTP head's layer; of them only those that its family defines for itself have an effect."""
 
     family: Word
-    settings: Annotated[dict[Keyword, Setting | dict[Keyword, Setting]], Field(max_length=200)]
+    settings: Annotated[
+        dict[Keyword, Setting | dict[Keyword, Setting]], Field(max_length=200), AfterValidator(_check_layer)
+    ]
 
 
 class Shapes(Untrusted):

@@ -44,7 +44,8 @@ def export(
     release: Path, engine: str, out: Path, target: str | None = None, llama_cpp: Path | None = None
 ) -> list[str]:
     """Write the folder `out`; return lines for the user. `target`: the verifier's Hub id, which speculators' form
-    names; for GGUF its folder, where the release does not know it. `llama_cpp`: the checkout that GGUF requires.
+    names; for GGUF and an MTP head its folder, where the release does not know it. `llama_cpp`: the checkout that
+    GGUF requires.
 
     Raise PipelineError for a damaged release, a draft that the engine cannot load, and an `out` that exists.
     """

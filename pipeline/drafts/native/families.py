@@ -9,26 +9,29 @@ The next forward's h is norm(f) or f. Options and names are those of vLLM 0.32 (
 are what users serve.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, PreTrainedConfig
+from transformers import CONFIG_MAPPING, MODEL_MAPPING, AutoConfig, AutoModel, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from pipeline.lm.attention import FULL, GROUPED
 
 DECODER = "decoder."  # before the names of the layer's tensors in a draft
+EXPERTS = "mlp.experts.gate_up_proj"  # all experts of a layer
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of the target, in its files
-# Settings of a decoder of one layer that has full attention, and experts if its family's later layers have them.
+# Settings of a decoder of one layer that has full attention, and experts if its family's later layers have them. They
+# hold for every draft, whatever its artifact says.
 ONE_LAYER: Mapping[str, Any] = {
     **{"num_hidden_layers": 1, "layer_types": [FULL], "mlp_layer_types": ["sparse"], "first_k_dense_replace": 0},
-    **{"mlp_only_layers": [], "decoder_sparse_step": 1, "sliding_window": None, "use_sliding_window": False},
+    **{"sliding_window": None, "use_sliding_window": False, "attention_dropout": 0.0},
     **{"vocab_size": 1, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None},
     **{"tie_word_embeddings": False, "use_cache": True},
 }
+UNDECLARED = ("head_dim",)  # settings that layers read and some families' configurations do not declare
 
 
 @dataclass(frozen=True)
@@ -129,16 +132,14 @@ def layer_shapes(text: Any) -> dict[str, Any] | None:
     family = find_family(text)
     if family is None:
         return None
-    values = text.to_dict()
-    known = _settings_of(type(AutoConfig.for_model(HEADS[family].model_type or family)))
-    one_layer = {key: value for key, value in {**ONE_LAYER, **HEADS[family].settings}.items() if key in known}
-    return {"family": family, "settings": {key: values[key] for key in known if key in values} | one_layer}
+    settings = {key: getattr(text, key) for key in _list_settings(family) if hasattr(text, key)}
+    return {"family": family, "settings": {key: value for key, value in settings.items() if key not in ONE_LAYER}}
 
 
-def _settings_of(config_class: type[PreTrainedConfig]) -> list[str]:
+def _list_settings(family: str) -> list[str]:
     """Return the settings that a family defines for itself: none of them names code, a kernel or a file."""
-    shared = {shared_field.name for shared_field in fields(PreTrainedConfig)}
-    return sorted({own.name for own in fields(config_class)} - shared)
+    shared, config_class = fields(PreTrainedConfig), CONFIG_MAPPING[HEADS[family].model_type or family]
+    return sorted({*UNDECLARED, *(own.name for own in fields(config_class))} - {each.name for each in shared})
 
 
 def make_decoder(layer: dict[str, Any]) -> Any:
@@ -149,21 +150,25 @@ def make_decoder(layer: dict[str, Any]) -> Any:
 
 
 def _config_of(layer: dict[str, Any]) -> PreTrainedConfig:
-    model_type = HEADS[layer["family"]].model_type or layer["family"]
-    known, settings = _settings_of(type(AutoConfig.for_model(model_type))), layer["settings"]
+    form, known = HEADS[layer["family"]], _list_settings(layer["family"])
+    settings = {**layer["settings"], **ONE_LAYER, **form.settings}
+    model_type = form.model_type or layer["family"]
     return AutoConfig.for_model(model_type, **{key: settings[key] for key in known if key in settings})
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def to_file_names(decoder: Any, form: HeadForm, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a draft's tensors by their names in the target's files; `form` has the names there."""
+def to_file_names(
+    decoder: Any, form: HeadForm, weights: Mapping[str, Tensor], files: Container[str] = ()
+) -> dict[str, Tensor]:
+    """Return a draft's tensors by their names in the target's files; `form` has the names there. `files`: the names of
+    all tensors there, which tell whether the experts of a layer are one tensor, as in transformers' modules.
+    """
     layer = {name.removeprefix(DECODER): tensor for name, tensor in weights.items() if name.startswith(DECODER)}
-    in_file = {
-        form.layer + name.removeprefix("layers.0."): tensor
-        for name, tensor in revert_weight_conversion(decoder, layer).items()
-    }
+    if f"{form.layer}{EXPERTS}" not in files:
+        layer = revert_weight_conversion(decoder, layer)
+    in_file = {form.layer + name.removeprefix("layers.0."): tensor for name, tensor in layer.items()}
     for part, name in form.parts.items():
         in_file[f"{name}.weight"] = weights[f"{part}.weight"]
     return in_file
@@ -177,7 +182,7 @@ def from_file_names(layer: dict[str, Any], form: HeadForm, tensors: Mapping[str,
     }
     config, projection = _config_of(layer), tensors[f"{form.parts['eh_proj']}.weight"]
     ignored = {"embed_tokens.weight": torch.zeros(1, len(projection)), "norm.weight": torch.zeros(len(projection))}
-    loaded: Any = AutoModel.from_config(config)
-    loaded = type(loaded).from_pretrained(None, config=config, state_dict=one_layer | ignored, dtype=projection.dtype)
+    model_class: Any = MODEL_MAPPING[type(config)]
+    loaded = model_class.from_pretrained(None, config=config, state_dict=one_layer | ignored, dtype=projection.dtype)
     weights = {f"{DECODER}{name}": tensor for name, tensor in loaded.state_dict().items() if name not in ignored}
     return weights | {f"{part}.weight": tensors[name] for name, part in parts.items()}

@@ -5,7 +5,7 @@ FastMTP's (arXiv 2509.18362): several steps over the draft's own features, step 
 weights normalised. Guesses after the first take the draft's own feature in place of the target's state.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts.native.families import HEADS, make_decoder
-from pipeline.drafts.parts.layers import UnregisteredModule
+from pipeline.drafts.parts.layers import ROPES, UnregisteredModule
 from pipeline.drafts.parts.losses import Term
 from pipeline.drafts.parts.names import NO_OWN_VOCABULARY, FileFormat, Names
 from pipeline.drafts.parts.one_layer import FeatureDraft, Heads, OneLayerConfig
@@ -43,6 +43,8 @@ class MtpConfig(OneLayerConfig):
         self.require_at_least(1, "ttt_steps")
         if not 0 < self.decay <= 1:
             raise ValueError(f"decay={self.decay}: expected more than 0 and at most 1")
+        if self.vocabulary and not self.trained:
+            raise ValueError("vocabulary is chosen in training: leave it out, or set trained = true")
 
     @property
     def auxiliary(self) -> Sequence[int | str]:
@@ -50,6 +52,10 @@ class MtpConfig(OneLayerConfig):
 
     def needs(self, target_layers: int) -> Needs:
         return Needs(final=False, auxiliary=(target_layers,)) if self.before_norm else Needs()
+
+    @property
+    def has_module(self) -> bool:
+        return True
 
     def terms(self, step: int) -> list[Term]:
         weights = [self.decay**n for n in range(self.ttt_steps)]
@@ -80,6 +86,9 @@ class Mtp(FeatureDraft):
                 f"{'before' if self.form.before_norm else 'after'} its final norm: set before_norm = "
                 f"{str(self.form.before_norm).lower()}"
             )
+        kind = (shapes["layer"]["settings"].get("rope_parameters") or {}).get("rope_type", "default")
+        if kind not in ROPES:
+            raise PipelineError(f"draft {self.name!r}: RoPE of kind {kind!r} depends on a text's length; no tree fits")
         self.decoder = make_decoder(shapes["layer"])
         width, norm = self.decoder.config.hidden_size, self.decoder.norm
         self.norm, self.decoder.norm = norm if "norm" in self.form.parts else nn.Identity(), nn.Identity()
@@ -92,6 +101,17 @@ class Mtp(FeatureDraft):
 
     def _share(self, draft_copy: Self) -> None:
         draft_copy.decoder.rotary_emb = self.decoder.rotary_emb
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or cast the weights, but keep buffers in float32: routers choose experts by their small differences."""
+        exact = {name: buffer for name, buffer in self.named_buffers() if buffer.dtype == torch.float32}
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            owner, _, key = name.rpartition(".")
+            module = self.get_submodule(owner)
+            if module._buffers[key].dtype != torch.float32:  # type: ignore[union-attr]
+                module._buffers[key] = buffer.to(module._buffers[key].device)  # type: ignore[union-attr]
+        return self
 
     def initialise(self, seed: int) -> None:
         """Do nothing: all weights are the target's (`files.read_head`)."""

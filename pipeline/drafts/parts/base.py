@@ -46,6 +46,11 @@ class DraftConfig(Settings):
         return replace(self, start=None, start_differs=[])
 
     @property
+    def has_module(self) -> bool:
+        """Return whether the draft has weights: trained here, or read out of the target's files."""
+        return self.trained
+
+    @property
     def has_experts(self) -> bool:
         """Return whether more than one expert predicts the next token."""
         return False

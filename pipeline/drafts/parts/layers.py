@@ -10,6 +10,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from pipeline.drafts.native.families import layer_shapes
 from pipeline.lm.attention import FULL, GROUPED, declared_positions
+from pipeline.lm.states import count_known_tokens
 
 SHAPE_FIELDS = (
     "hidden_size",
@@ -45,8 +46,14 @@ def draft_shapes(target: Any) -> dict[str, Any]:
     shapes["rms_norm_eps"] = shapes["rms_norm_eps"] or 1e-6
     shapes["rope_parameters"] = draft_rope(shapes["rope_parameters"])
     shapes["target_layers"] = target.num_hidden_layers
-    layer = layer_shapes(target)
-    return shapes | ({"layer": layer} if layer else {})
+    head_layer = layer_shapes(target)
+    return shapes | ({"layer": head_layer} if head_layer else {})
+
+
+def mask_padding(shapes: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Return the shapes of a draft that never guesses the rows of an embedding that have no token."""
+    count = count_known_tokens(tokenizer)
+    return shapes | ({"known_tokens": count} if count < shapes["vocab_size"] else {})
 
 
 def draft_rope(target: dict[str, Any] | None) -> dict[str, Any]:
