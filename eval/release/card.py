@@ -58,7 +58,7 @@ def collect_facts(recipe: Recipe, saved: CheckpointConfig, measured: Facts, rows
         "faster": describe_faster_drafts(recipe, measured, rows),
         "name": f"{recipe.name}-{recipe.publish.draft}",
         "kind": kind,
-        "article": "an" if kind[0] in "aeiou" else "a",
+        "article": "an" if kind[0] in "aeiou" or kind == "mtp" else "a",
         "hub": hub,
         "target_name": hub or public_name(recipe.target.model),
         "trees": {name: describe_tree(method) for name, method in measured["drafts"].items()},
@@ -134,7 +134,12 @@ def describe_tree(facts: Facts) -> str:
     method = method_of(facts)
     tree = method.resolved_tree
     shape, is_decoupled = "dynamic" if tree.paths is None else "static", tree.candidates == "decoupled"
-    words = [f"{shape}, depth {tree.depth}, top-k {tree.top_k}, {tree.nodes} nodes"]
+    is_chain = tree.siblings == "none"
+    words = [
+        f"a chain of depth {tree.depth}"
+        if is_chain
+        else f"{shape}, depth {tree.depth}, top-k {tree.top_k}, {tree.nodes} nodes"
+    ]
     if tree.forwards < tree.depth:
         words.append(f"the last {tree.parallel} levels from one draft forward")
     if is_decoupled:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.artifacts import checkpoint
@@ -127,20 +127,23 @@ def _save_target(embedded: Path, folder: Path, kind: str) -> torch.Tensor:
     tokenizer.save_pretrained(folder)
     write_json(folder / "config.json", read_json(folder / "config.json") | keys)
     if kind in WITH_HEAD:
-        _add_head(folder, kind)
+        add_head(folder, _make_head(folder, kind))
     return words
 
 
-def _add_head(folder: Path, kind: str) -> None:
-    """Write the tensors of a random MTP head into a target's file."""
+def _make_head(folder: Path, kind: str) -> Mtp:
+    """Return a random MTP head for a target."""
     form, shapes = HEADS[kind], draft_shapes(AutoConfig.from_pretrained(folder))
     head = build(MtpConfig(before_norm=form.before_norm), shapes)
     assert isinstance(head, Mtp)
-    names = form.names_in_files(shapes["target_layers"])
-    tensors = {
-        name: tensor.detach().clone() for name, tensor in to_file_names(head.decoder, names, head.state_dict()).items()
-    }
-    save_file(load_file(folder / checkpoint.WEIGHTS) | tensors, folder / checkpoint.WEIGHTS, metadata={"format": "pt"})
+    return head
+
+
+def add_head(folder: Path, head: Mtp) -> None:
+    """Write a head's tensors into the file of its target."""
+    form, path = head.form.names_in_files(head.shapes["target_layers"]), folder / checkpoint.WEIGHTS
+    tensors = to_file_names(head.decoder, form, head.state_dict())
+    checkpoint.write_weights(path, load_file(path) | {name: tensor.clone() for name, tensor in tensors.items()})
 
 
 def _train_draft(
