@@ -12,6 +12,9 @@ from pipeline.basics.accelerator import to_device
 from pipeline.features.positions import Group, PositionChooser, Positions
 from pipeline.features.schema import TextRow, dequantise
 
+CPU = torch.device("cpu")
+WIDTH_STEP = 128  # inputs: the widths of batches on an accelerator are multiples of it
+
 
 @dataclass(frozen=True)
 class Noise:
@@ -150,12 +153,26 @@ class Batch:
         return replace(empty, positions={group: Positions(none, none) for group in self.positions})
 
 
+def pad_width(inputs: int, device: torch.device) -> int:
+    """Return the width of rows of at most this many inputs: on an accelerator a multiple of WIDTH_STEP.
+
+    cuDNN's attention makes a plan, which takes tens of milliseconds, for every new width, and dialogues have nearly as
+    many lengths as there are dialogues.
+    """
+    return inputs if device.type == "cpu" else -(-inputs // WIDTH_STEP) * WIDTH_STEP
+
+
 def collate(
-    rows: Sequence[TextRow], objective: PositionChooser, totals: dict[Group, int], auxiliary: Sequence[int] = ()
+    rows: Sequence[TextRow],
+    objective: PositionChooser,
+    totals: dict[Group, int],
+    auxiliary: Sequence[int] = (),
+    device: torch.device = CPU,
 ) -> Batch:
-    """Return a batch of one dialogue a row."""
+    """Return a batch of one dialogue a row, on the host, with the width that `device` is to get."""
     positions = (objective.positions(row.input_ids, row.loss_mask) for row in rows)
-    return replace(collate_packed([[row] for row in rows], positions, totals, auxiliary), begins_BT=None)
+    width = pad_width(max(len(row.input_ids) - 1 for row in rows), device)
+    return replace(collate_packed([[row] for row in rows], positions, totals, auxiliary, width), begins_BT=None)
 
 
 def collate_packed(

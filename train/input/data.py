@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from pipeline.artifacts.features import ShardRequest
-from pipeline.features.batch import Batch, Noise, collate, collate_packed
+from pipeline.features.batch import CPU, Batch, Noise, collate, collate_packed, pad_width
 from pipeline.features.positions import PositionChooser, count_positions
 from pipeline.features.shards import FeatureStore
 from pipeline.lm.model import DTYPES
@@ -22,7 +22,6 @@ from pipeline.recipe.sections import TrainConfig
 from train.input.features import FedStore
 from train.input.order import Order
 
-CPU = torch.device("cpu")
 T, R = TypeVar("T"), TypeVar("R")
 STEPS_AHEAD = 2  # steps that are read while one computes
 
@@ -62,16 +61,18 @@ class Batches:
         seeds = {number: (self._seed, step, number) for row in rows for number in row}  # the same on every rank
         positions = {n: self._objective.positions(texts.ids(n), texts.mask(n), seed) for n, seed in seeds.items()}
         totals = count_positions(list(positions.values()))
-        width, size = self._config.pack_tokens or 0, self._config.micro_batch
+        packs, size = self._config.pack_tokens or 0, self._config.micro_batch
         batches = []
         for turn in range(self.accumulation):
             first = (turn * self._ranks + self._rank) * size
             rank_rows = rows[first : first + size]
+            longest = max(sum(len(texts.ids(number)) - 1 for number in row) for row in rank_rows)
+            width = pad_width(max(packs, longest), device)
             stored_rows = [[self._store.row(number, decode=False) for number in row] for row in rank_rows]
             chosen = (positions[number] for row in rank_rows for number in row)
             batch = collate_packed(stored_rows, chosen, totals, self._auxiliary, width)
             noise = list(self._make_noise(rank_rows, step // self.order.steps_per_epoch)) if self._config.noise else []
-            batch = replace(batch, step=step, noise=noise, begins_BT=batch.begins_BT if width else None)
+            batch = replace(batch, step=step, noise=noise, begins_BT=batch.begins_BT if packs else None)
             batches.append(_to_training_form(batch, self._config, device))
         return batches
 
@@ -119,7 +120,7 @@ class Batches:
         def make_batch(first: int) -> Batch:
             begin = first + self._rank * size
             rows = [heldout.row(number, decode=False) for number in range(begin, min(begin + size, len(heldout)))]
-            batch = collate(rows or [heldout.row(0, decode=False)], self._objective, {}, self._auxiliary)
+            batch = collate(rows or [heldout.row(0, decode=False)], self._objective, {}, self._auxiliary, device)
             batch = replace(batch, step=step, totals=dict.fromkeys(batch.positions, 1))
             return _to_training_form(batch if rows else batch.empty_copy(), self._config, device)
 

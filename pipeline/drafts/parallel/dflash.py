@@ -191,7 +191,8 @@ class DFlash(MaskTokenDraft, TrainedDraft):
         )
         (count, width), device = batch.tokens_BT.shape, batch.tokens_BT.device
         anchors = np.asarray(batch.positions[1].inputs)
-        bundles_CA, slots = bundle_anchors(anchors, count, width, max(1, PLACES_PER_MASK // self.config.block))
+        size, is_fixed = max(1, PLACES_PER_MASK // self.config.block), device.type != "cpu"
+        bundles_CA, slots = bundle_anchors(anchors, count, width, size, is_fixed)
         inputs_CA = to_device(torch.tensor(bundles_CA), device)
         rows_C, places_CA = inputs_CA[:, 0] // width, inputs_CA % width
         begins_BT = torch.zeros_like(batch.tokens_BT) if batch.begins_BT is None else batch.begins_BT
@@ -280,15 +281,18 @@ def block_mask(
     return torch.cat([context_CRT, same_block.expand(len(last_CA), -1, -1)], dim=2)
 
 
-def bundle_anchors(anchors: np.ndarray, rows: int, width: int, max_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Group the anchors, ascending numbers below rows * width, into bundles (C, A): of one row, at most `most` anchors.
+def bundle_anchors(
+    anchors: np.ndarray, rows: int, width: int, max_size: int, is_fixed: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Group the anchors, ascending numbers below rows * width, into bundles (C, A): of one row, at most `max_size`
+    anchors. `is_fixed`: as many in every batch, so that few shapes of attention occur.
 
     Also returns the index of each anchor, below C * A. The last bundle of a row is padded with the row's first input.
     There is at least one bundle, so that every weight takes part in every batch.
     """
     row_A = anchors // width
     sizes = np.bincount(row_A, minlength=rows)
-    size = max(1, min(max_size, int(sizes.max())))
+    size = max_size if is_fixed else max(1, min(max_size, int(sizes.max())))
     bundles = -(-sizes // size)
     bundles[0] = max(bundles[0], not len(anchors))
     filled = np.repeat(np.arange(rows) * width, bundles)[:, None].repeat(size, 1)

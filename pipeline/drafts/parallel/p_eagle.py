@@ -30,6 +30,7 @@ from pipeline.drafts.parts.losses import Term, term_names
 from pipeline.drafts.parts.names import Export, Facts
 from pipeline.drafts.parts.objective import Objective
 from pipeline.drafts.parts.one_layer import Dense, DraftState
+from pipeline.features.batch import pad_width
 from pipeline.features.positions import Group, Positions, Seed
 from pipeline.lm.attention import additive_mask
 from pipeline.lm.states import States
@@ -183,7 +184,7 @@ def _lay_out_inputs(batch: "Batch") -> tuple[np.ndarray, np.ndarray, list[np.nda
     drawn = np.arange(1, max(len(groups), 1)) <= deepest_BT[..., None]  # by depth from 1 on
     b_M, place_M, depth_M = np.nonzero(drawn)
     sizes_B = np.bincount(b_M, minlength=count)
-    rows = width + int(sizes_B.max())
+    rows = pad_width(width + int(sizes_B.max()), batch.tokens_BT.device)
     at_M = width + np.arange(len(b_M)) - (np.cumsum(sizes_B) - sizes_B)[b_M]
     place_BR = np.full((count, rows), -1)
     place_BR[:, :width] = np.arange(width)
