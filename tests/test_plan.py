@@ -16,6 +16,7 @@ from infra.plan.memory import (
     TEXT_ROW_BYTES,
     activation_bytes,
     all_positions,
+    count_shards_ahead,
     disk_bytes,
     evaluation_bytes,
     frame_bytes,
@@ -161,6 +162,20 @@ def test_a_plan_of_a_window_has_the_workers_that_keep_up_with_training(tiny_reci
     needs = (elsewhere[f"train: {name}: memory"] for name in recipe.to_train)
     assert elsewhere["train: memory of all"] == pytest.approx(sum(needs))
     assert elsewhere["all: hours"] == pytest.approx(elsewhere["dump: hours"] + hours["eval"], abs=2e-6)
+
+
+def test_a_plan_warns_of_workers_that_wait_for_room_in_the_window(tiny_recipe):
+    recipe = changed(changed(tiny_recipe, "train", window=1, epochs=1), "features", keep="window", workers=6)
+    known_speeds = {"dump-speed": 100.0, "train-speed": 1000.0, "decode-ms": 36.0}
+
+    def warnings(**train) -> list[str]:
+        plan = make_plan(changed(recipe, "train", **train), known_speeds)
+        return [line for line in find_warnings(plan) if "train.window = 3" in line]
+
+    assert "2 are made at a time" in warnings()[0]
+    assert not warnings(window=3)
+    roomy = changed(recipe, "features", disk_bytes=10**9)
+    assert count_shards_ahead(roomy, 96, 9600) == 12
 
 
 @pytest.mark.parametrize(("dtype", "layers"), [("bfloat16", []), (FP8, [1, 4])])

@@ -75,6 +75,7 @@ class ResourcePlan:
     figures: dict[str, float | None] = field(default_factory=dict)  # by "stage: label"; hours, bytes
     hours: dict[str, list[float | None]] = field(default_factory=dict)  # by stage
     steps: int = 0  # of a training
+    shards_ahead: int | None = None  # that there may be at once, if training is fed
 
     def add_row(self, stage: str, label: str, figure: float | None, text: str, source: str) -> None:
         self.rows.append([stage, label, text, source])
@@ -128,6 +129,7 @@ class ResourcePlan:
             )
             size += window_bytes - memory.disk_bytes(recipe, counts["train_rows"], counts["train_tokens"])
             computed_tokens += (times - 1) * counts["train_tokens"]
+            self.shards_ahead = memory.count_shards_ahead(recipe, counts["train_rows"], counts["train_tokens"])
             self.add_row("dump", "passes", times, f"{times:.2f} over training's dialogues", "its order, simulated")
         hours = speed and computed_tokens / (speed * equivalent_workers(features)) / 3600
         stored = recipe.stored_dtype + (f", {states} states a token" if states > 1 else "")
@@ -278,6 +280,12 @@ def find_warnings(plan: ResourcePlan) -> Iterator[str]:
         yield slow
     if not recipe.features.store and (plan.figures["dump: disk"] or 0) > free_bytes(recipe):
         yield format_disk_warning(recipe.stored_dtype)
+    if plan.shards_ahead is not None and plan.shards_ahead < recipe.features.workers:
+        yield (
+            f"WARNING: features.workers={recipe.features.workers}, but training reads windows of so few shards that "
+            f"{plan.shards_ahead} are made at a time, each by one worker: the others wait. Set train.window = "
+            f"{math.ceil(recipe.features.workers / 2)}, or fewer features.rows_per_shard"
+        )
     if recipe.to_train and recipe.train.warms_up_throughout(steps):
         warm_up = recipe.train.warmup_steps
         yield f"WARNING: training refuses train.warmup_steps={warm_up} of about {steps:,} steps: lower it"

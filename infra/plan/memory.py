@@ -267,6 +267,17 @@ def _activation_bytes(
 MAX_SHARDS = 200  # of the simulation; of more shards, several are merged into one
 
 
+def count_shards_ahead(recipe: Recipe, rows: float, tokens: float) -> int:
+    """Return how many shards there may be at once while training is fed: two windows, or what features.disk_bytes
+    holds. More workers of the feeder wait.
+    """
+    total_bytes, features = disk_bytes(recipe, rows, tokens), recipe.features
+    shards = math.ceil(rows / features.rows_per_shard)
+    size = total_bytes / shards
+    needed = 2 * max(int(recipe.train.window or WINDOW_BYTES // size), 1)
+    return min(max(needed, int((features.disk_bytes or 0) / size)), shards)
+
+
 def simulate_window(recipe: Recipe, rows: float, tokens: float, trained: float) -> tuple[float, float]:
     """Return (the most bytes of training's states on the disk, how often each state is computed) for `rows` dialogues
     with `tokens` tokens, of which `trained` have a loss. Raise PipelineError if features.disk_bytes is less than
