@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+import resource
 import uuid
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,12 +18,28 @@ from pipeline.basics.errors import PipelineError
 
 ROOT = Path(__file__).resolve().parent.parent.parent  # the checkout
 SETTLE_SECONDS = 2.0  # seconds after which another change of a file changes its timestamp: clocks are that coarse
+SPARE_FILES = 256  # that a process may open later: libraries, sockets, logs
 FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}  # a disk, a quota, a limit on a file's size
 
 
 def python_path(environment: Mapping[str, str]) -> str:
     """Return PYTHONPATH for a child process of this project: the checkout, then the user's own."""
     return os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+
+
+def allow_open_files(count: int) -> None:
+    """Raise this process's limit of open files where `count` more do not fit. Raise PipelineError where the hard limit
+    is lower.
+    """
+    limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len([*Path("/dev/fd").iterdir()]) + count + SPARE_FILES
+    if hard_limit != resource.RLIM_INFINITY and needed > hard_limit:
+        raise PipelineError(
+            f"{count:,} feature shards are to be open at once, but this process may open {hard_limit:,} files (ulimit "
+            f"-Hn): raise that to {needed:,}, or dump larger shards (features.rows_per_shard)"
+        )
+    if needed > limit != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard_limit))
 
 
 def file_identity(path: Path) -> list[int]:

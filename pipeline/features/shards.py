@@ -17,7 +17,7 @@ import pyarrow as pa
 from pydantic import StrictBool, TypeAdapter, ValidationError, with_config
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import Digest, describe_difference, read_sealed, sha256, write_sealed
+from pipeline.basics.files import Digest, allow_open_files, describe_difference, read_sealed, sha256, write_sealed
 from pipeline.basics.fingerprint import cached_sha256
 from pipeline.features.schema import (
     VERSION,
@@ -317,6 +317,7 @@ class FeatureStore:
                 f"{folder} holds no {split!r} dialogues: raise data.max_tokens or enlarge the held-out split"
             )
         texts = usable_texts(folder, manifest, split)
+        allow_open_files(len(records))  # each stays open while it is mapped
         self._readers = [open_shard(folder, record, self.stored) for record in records]
         return records, texts
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import shutil
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import sha256
+from pipeline.basics.files import allow_open_files, sha256
 from pipeline.features import schema, shards
 from pipeline.features.schema import FeatureSpec, TextRow, describe_engine_change, to_stored_row
 from pipeline.features.shards import (
@@ -502,3 +503,21 @@ def as_table(path: Path, count: int, **values: object) -> None:
     manifest = Manifest.load(path.parent)
     manifest.text["train"] = shards.write_text_table(path, rows_of(count), replace(SPEC, **values))
     manifest.save(path.parent)
+
+
+def test_more_shards_than_open_files_are_allowed_are_read_or_refused(tmp_path):
+    """Each shard is open while it is mapped; `ulimit -n` is 1024 in most shells."""
+    write_features(tmp_path, SPEC, {"train": [[row] for row in rows_of(200)]})
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    now_open = len([*Path("/dev/fd").iterdir()])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (now_open + 100, limits[1]))
+    try:
+        assert len(FeatureStore(tmp_path, "train", SPEC)) == 200
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_hard_limit_of_open_files_is_one_clear_error(monkeypatch):
+    monkeypatch.setattr("pipeline.basics.files.resource.getrlimit", lambda _: (1024, 4096))
+    with pytest.raises(PipelineError, match=r"5,000 feature shards .* 4,096 files .*: raise that to "):
+        allow_open_files(5000)
