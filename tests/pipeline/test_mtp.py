@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
+from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashMLA, LongcatFlashMLP
 
 from eval.measure.tasks import load_drafts
 from pipeline.artifacts import checkpoint
@@ -25,6 +26,7 @@ from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.features.batch import collate, collate_packed
 from pipeline.features.positions import count_positions
 from pipeline.features.schema import TextRow
+from pipeline.lm.attention import additive_mask, causal_mask
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target, fingerprint
 from pipeline.recipe.load import load_recipe
@@ -71,6 +73,10 @@ IN_FILES = {
     "ernie4_5_moe": (
         *("model.", "mtp_emb_norm.0.weight mtp_hidden_norm.0.weight mtp_linear_proj.0.weight"),
         *("mtp_block.0.", f"{NORMS} {HEADS_OF_ATTENTION} {MLP}"),
+    ),
+    "longcat_flash": (
+        *("model.mtp.", "norm.weight", "layers.0."),
+        f"enorm.m.weight hnorm.m.weight eh_proj.weight {NORMS} {LATENT} {MLP.replace('mlp', 'transformer_layer.mlp')}",
     ),
     "hy_v3": (
         *("model.layers.2.", "", "", f"{JOINT} final_layernorm.weight {NORMS} {HEADS_OF_ATTENTION} {QK_NORMS} "),
@@ -307,6 +313,28 @@ def test_training_begins_with_the_targets_head_and_evaluation_takes_it_as_it_is(
     as_it_is, after = (drafts[name].state_dict() for name in ("as-it-is", "mtp"))
     assert all(torch.equal(tensor, as_it_is[name]) for name, tensor in saved.state_dict().items())
     assert not torch.equal(as_it_is["eh_proj.weight"], after["eh_proj.weight"])
+
+
+@torch.inference_mode()
+def test_a_step_of_longcats_head_with_longcats_own_attention(tmp_path):
+    """Its layer has one attention and one dense MLP, where the target's layers have two of each."""
+    config, saved = save_with_head(tmp_path, "longcat_flash")
+    target, draft = load_head(config, saved.config)
+    assert saved.decoder.config.intermediate_size == target.config.ffn_hidden_size
+    attention, layer = LongcatFlashMLA(target.decoder.config, 0), draft.decoder.layers[0]
+    attention.load_state_dict(layer.self_attn.state_dict())
+    mlp = LongcatFlashMLP(target.config, target.config.ffn_hidden_size)
+    mlp.load_state_dict(layer.mlp.state_dict())
+    tokens, count = torch.tensor([PROMPT]), len(PROMPT) - 1
+    states_BTD, positions = target.capture(tokens[:, :-1]), torch.arange(count)[None]
+    embedded_BTD = target.embedding_VD[tokens[:, 1:]]
+    x_BTD = draft.eh_proj(torch.cat([draft.enorm(embedded_BTD), draft.hnorm(states_BTD)], dim=-1))
+    mask = additive_mask(causal_mask(0, count, x_BTD.device), torch.float32)[None, None]
+    rope = target.decoder.rotary_emb(x_BTD, positions)
+    x_BTD = x_BTD + attention(layer.input_layernorm(x_BTD), position_embeddings=rope, attention_mask=mask)[0]
+    x_BTD = x_BTD + mlp(layer.post_attention_layernorm(x_BTD))
+    u = draft._trunk(states_BTD, tokens[:, 1:], positions, None, None)
+    assert torch.allclose(u, x_BTD, atol=1e-5)
 
 
 def test_the_page_lists_every_family():

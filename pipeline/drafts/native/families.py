@@ -11,6 +11,7 @@ are what users serve.
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,12 @@ class HeadForm:
     parts: Mapping[str, str]  # enorm, hnorm, eh_proj and norm, if there is one -> their names
     copies: Mapping[str, str] = field(default_factory=dict)  # tensors that repeat the target's -> its names of them
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the layer, in addition to ONE_LAYER
-    model_type: str = ""  # transformers' name, if it is not the family's
+    model_type: str = ""  # transformers' name of the layer's family, if it is not the target's
+    renamed: Mapping[str, str] = field(
+        default_factory=dict
+    )  # the beginning of a name in the layer -> that in the files
+    keys: Mapping[str, str] = field(default_factory=dict)  # a setting of the layer -> its name in the target's
+    scales_latents: bool = False  # the attention's latents are multiplied by sqrt(hidden size / rank)
     state_first: bool = False  # eh_proj takes [hnorm(h); enorm(e)]
     zeroes_first: bool = False  # the embedding is 0 at the first position of a text
     passes_normed: bool = True  # the next forward's h is norm(f)
@@ -56,7 +62,7 @@ class HeadForm:
 
         parts = {part: fill(name) for part, name in self.parts.items()}
         copies = {fill(name): original for name, original in self.copies.items()}
-        return HeadForm(fill(self.layer), parts, copies)
+        return HeadForm(fill(self.layer), parts, copies, renamed=self.renamed)
 
 
 NUMBERED = "model.layers.{layer}."
@@ -111,6 +117,21 @@ HEADS: dict[str, HeadForm] = {
     "glm4_moe_lite": GLM,
     "glm_moe_dsa": SPARSE,
     "ernie4_5_moe": ERNIE,
+    "longcat_flash": HeadForm(
+        layer="model.mtp.layers.{number}.",
+        parts={
+            "enorm": "model.mtp.layers.{number}.enorm.m",
+            "hnorm": "model.mtp.layers.{number}.hnorm.m",
+            "eh_proj": "model.mtp.layers.{number}.eh_proj",
+            "norm": "model.mtp.norm",
+        },
+        copies={"model.mtp.embed_tokens.weight": EMBEDDING},
+        settings={"first_k_dense_replace": 1},
+        model_type="deepseek_v3",
+        renamed={"mlp.": "transformer_layer.mlp."},
+        keys={"intermediate_size": "ffn_hidden_size"},
+        scales_latents=True,
+    ),
     "hy_v3": replace(DEEPSEEK, parts=FINAL_NORM, copies={}),
     "bailing_hybrid": replace(DEEPSEEK, parts=FINAL_NORM, copies={}, zeroes_first=False),
     "qwen3_next": QWEN,
@@ -132,7 +153,8 @@ def layer_shapes(text: Any) -> dict[str, Any] | None:
     family = find_family(text)
     if family is None:
         return None
-    settings = {key: getattr(text, key) for key in _list_settings(family) if hasattr(text, key)}
+    names = {key: HEADS[family].keys.get(key, key) for key in _list_settings(family)}
+    settings = {key: getattr(text, name) for key, name in names.items() if hasattr(text, name)}
     return {"family": family, "settings": {key: value for key, value in settings.items() if key not in ONE_LAYER}}
 
 
@@ -146,7 +168,18 @@ def make_decoder(layer: dict[str, Any]) -> Any:
     """Return a decoder of the head's layer alone, from `layer_shapes`: it takes embeddings, and has no final norm."""
     decoder: Any = AutoModel.from_config(_config_of(layer))
     decoder.set_attn_implementation(GROUPED if decoder._supports_sdpa else "eager")
+    if HEADS[layer["family"]].scales_latents:
+        config, attention = decoder.config, decoder.layers[0].self_attn
+        for norm, rank in (
+            (attention.q_a_layernorm, config.q_lora_rank),
+            (attention.kv_a_layernorm, config.kv_lora_rank),
+        ):
+            norm.register_forward_hook(partial(_scale, (config.hidden_size / rank) ** 0.5))
     return decoder
+
+
+def _scale(factor: float, _module: Any, _inputs: Any, output: Tensor) -> Tensor:
+    return output * factor
 
 
 def _config_of(layer: dict[str, Any]) -> PreTrainedConfig:
@@ -168,17 +201,28 @@ def to_file_names(
     layer = {name.removeprefix(DECODER): tensor for name, tensor in weights.items() if name.startswith(DECODER)}
     if f"{form.layer}{EXPERTS}" not in files:
         layer = revert_weight_conversion(decoder, layer)
-    in_file = {form.layer + name.removeprefix("layers.0."): tensor for name, tensor in layer.items()}
+    in_layer = {name.removeprefix("layers.0."): tensor for name, tensor in layer.items()}
+    in_file = {form.layer + _rename(name, form.renamed): tensor for name, tensor in in_layer.items()}
     for part, name in form.parts.items():
         in_file[f"{name}.weight"] = weights[f"{part}.weight"]
     return in_file
 
 
+def _rename(name: str, beginnings: Mapping[str, str]) -> str:
+    for beginning, other in beginnings.items():
+        if name.startswith(beginning):
+            return other + name.removeprefix(beginning)
+    return name
+
+
 def from_file_names(layer: dict[str, Any], form: HeadForm, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a target's files by their names in a draft, in the files' dtype."""
     parts = {f"{name}.weight": part for part, name in form.parts.items()}
+    ours = {theirs: name for name, theirs in form.renamed.items()}
     one_layer = {
-        f"layers.0.{name.removeprefix(form.layer)}": tensor for name, tensor in tensors.items() if name not in parts
+        f"layers.0.{_rename(name.removeprefix(form.layer), ours)}": tensor
+        for name, tensor in tensors.items()
+        if name not in parts
     }
     config, projection = _config_of(layer), tensors[f"{form.parts['eh_proj']}.weight"]
     ignored = {"embed_tokens.weight": torch.zeros(1, len(projection)), "norm.weight": torch.zeros(len(projection))}
