@@ -44,9 +44,7 @@ class HeadForm:
     copies: Mapping[str, str] = field(default_factory=dict)  # tensors that repeat the target's -> its names of them
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the layer, in addition to ONE_LAYER
     model_type: str = ""  # transformers' name of the layer's family, if it is not the target's
-    renamed: Mapping[str, str] = field(
-        default_factory=dict
-    )  # the beginning of a name in the layer -> that in the files
+    renamed: Mapping[str, str] = field(default_factory=dict)  # how a name in the layer begins -> in the files
     keys: Mapping[str, str] = field(default_factory=dict)  # a setting of the layer -> its name in the target's
     scales_latents: bool = False  # the attention's latents are multiplied by sqrt(hidden size / rank)
     state_first: bool = False  # eh_proj takes [hnorm(h); enorm(e)]
@@ -170,10 +168,8 @@ def make_decoder(layer: dict[str, Any]) -> Any:
     decoder.set_attn_implementation(GROUPED if decoder._supports_sdpa else "eager")
     if HEADS[layer["family"]].scales_latents:
         config, attention = decoder.config, decoder.layers[0].self_attn
-        for norm, rank in (
-            (attention.q_a_layernorm, config.q_lora_rank),
-            (attention.kv_a_layernorm, config.kv_lora_rank),
-        ):
+        norms = {attention.q_a_layernorm: config.q_lora_rank, attention.kv_a_layernorm: config.kv_lora_rank}
+        for norm, rank in norms.items():
             norm.register_forward_hook(partial(_scale, (config.hidden_size / rank) ** 0.5))
     return decoder
 
@@ -218,9 +214,9 @@ def _rename(name: str, beginnings: Mapping[str, str]) -> str:
 def from_file_names(layer: dict[str, Any], form: HeadForm, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a target's files by their names in a draft, in the files' dtype."""
     parts = {f"{name}.weight": part for part, name in form.parts.items()}
-    ours = {theirs: name for name, theirs in form.renamed.items()}
+    original = {in_files: name for name, in_files in form.renamed.items()}
     one_layer = {
-        f"layers.0.{_rename(name.removeprefix(form.layer), ours)}": tensor
+        f"layers.0.{_rename(name.removeprefix(form.layer), original)}": tensor
         for name, tensor in tensors.items()
         if name not in parts
     }
