@@ -224,6 +224,14 @@ def test_new_leaves_no_recipe_for_data_that_it_cannot_use(tiny_target, tmp_path)
     assert not (tmp_path / "my.toml").exists()
 
 
+def test_new_refuses_a_draft_that_the_target_cannot_have(tiny_target, tmp_path):
+    """A Llama comes without an MTP head: no record of the data is read for this."""
+    arguments = [str(tmp_path / "my.toml"), "--target", str(tiny_target), "--data", str(tmp_path / "none.json")]
+    with pytest.raises(PipelineError, match="no names of one are known for this target's family"):
+        call(new.main, *arguments, "--draft", "mtp", "--license", "apache-2.0")
+    assert not (tmp_path / "my.toml").exists()
+
+
 def test_new_takes_a_subset_and_a_split(tiny_target, tmp_path):
     folder = tmp_path / "set"
     folder.mkdir()

@@ -125,7 +125,7 @@ def read_start(recipe: Recipe, name: str, embed_head: EmbeddingAndHead, spec: Fe
 def _shapes(all_shapes: dict[str, Any], needs: Needs, draft: TrainedDraft) -> dict[str, Any]:
     """Return the shapes of what a draft reads of its target, with layers by their numbers."""
     widths = {key: all_shapes[key] for key in ("hidden_size", "vocab_size")}
-    layer = {"layer": all_shapes["layer"]} if draft.has_target_layer else {}
+    layer = {"layer": all_shapes.get("layer")} if draft.has_target_layer else {}
     return widths | layer | {"auxiliary_layers": list(needs.auxiliary)}
 
 

@@ -267,15 +267,21 @@ def _activation_bytes(
 MAX_SHARDS = 200  # of the simulation; of more shards, several are merged into one
 
 
+def count_shards_at_once(recipe: Recipe, rows: float, tokens: float) -> tuple[int, float, int]:
+    """Return (the number of training's shards, the bytes of each, how many of them training may need at once: two
+    windows).
+    """
+    shards = math.ceil(rows / recipe.features.rows_per_shard)
+    size = disk_bytes(recipe, rows, tokens) / shards
+    return shards, size, min(2 * max(int(recipe.train.window or WINDOW_BYTES // size), 1), shards)
+
+
 def count_shards_ahead(recipe: Recipe, rows: float, tokens: float) -> int:
     """Return how many shards there may be at once while training is fed: two windows, or what features.disk_bytes
     holds. More workers of the feeder wait.
     """
-    total_bytes, features = disk_bytes(recipe, rows, tokens), recipe.features
-    shards = math.ceil(rows / features.rows_per_shard)
-    size = total_bytes / shards
-    needed = 2 * max(int(recipe.train.window or WINDOW_BYTES // size), 1)
-    return min(max(needed, int((features.disk_bytes or 0) / size)), shards)
+    shards, size, needed = count_shards_at_once(recipe, rows, tokens)
+    return min(max(needed, int((recipe.features.disk_bytes or 0) / size)), shards)
 
 
 def simulate_window(recipe: Recipe, rows: float, tokens: float, trained: float) -> tuple[float, float]:
@@ -284,8 +290,7 @@ def simulate_window(recipe: Recipe, rows: float, tokens: float, trained: float) 
     training requires at once.
     """
     total_bytes, features = disk_bytes(recipe, rows, tokens), recipe.features
-    shards = math.ceil(rows / features.rows_per_shard)
-    size = total_bytes / shards
+    shards, size, needed = count_shards_at_once(recipe, rows, tokens)
     merged = math.ceil(shards / MAX_SHARDS)
     count = math.ceil(shards / merged)
     window_shards = recipe.train.window or WINDOW_BYTES // size
@@ -293,7 +298,6 @@ def simulate_window(recipe: Recipe, rows: float, tokens: float, trained: float) 
     windows = min(2 * (recipe.train.window * size if recipe.train.window else WINDOW_BYTES), total_bytes)
     at_once = min(2 * window, count)
     room = min(max(int((features.disk_bytes or 0) / (size * merged)), at_once), count)
-    needed = min(2 * max(int(window_shards), 1), shards)
     if features.disk_bytes and needed * size > features.disk_bytes:
         raise PipelineError(
             f"features.disk_bytes={features.disk_bytes:,}, but the {needed} shards that training may need at once take "

@@ -127,14 +127,14 @@ def _save_target(embedded: Path, folder: Path, kind: str) -> torch.Tensor:
     tokenizer.save_pretrained(folder)
     write_json(folder / "config.json", read_json(folder / "config.json") | keys)
     if kind in WITH_HEAD:
-        add_head(folder, _make_head(folder, kind))
+        add_head(folder, make_head(AutoConfig.from_pretrained(folder)))
     return words
 
 
-def _make_head(folder: Path, kind: str) -> Mtp:
-    """Return a random MTP head for a target."""
-    form, shapes = HEADS[kind], draft_shapes(AutoConfig.from_pretrained(folder))
-    head = build(MtpConfig(before_norm=form.before_norm), shapes)
+def make_head(config: Any) -> Mtp:
+    """Return a random MTP head for a target of this configuration."""
+    shapes = draft_shapes(config)
+    head = build(MtpConfig(before_norm=HEADS[shapes["layer"]["family"]].before_norm, ttt_steps=1), shapes)
     assert isinstance(head, Mtp)
     return head
 

@@ -20,12 +20,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from infra.serving.tiny import add_head
+from infra.serving.tiny import add_head, make_head
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json, write_json
-from pipeline.drafts import build
-from pipeline.drafts.native.mtp import Mtp, MtpConfig
-from pipeline.drafts.parts.layers import draft_shapes
+from pipeline.drafts.native.mtp import Mtp
 from pipeline.features.batch import Batch
 from pipeline.lm.chat import Unusable
 from pipeline.lm.config import TargetConfig
@@ -77,7 +75,9 @@ def make_target(folder: Path) -> None:
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     _start_from_embedded(model, tokenizer)
-    head = _make_head(model)
+    head = make_head(AutoConfig.for_model(**model.config.to_dict() | MIMO))
+    for linear in (part for part in head.modules() if isinstance(part, nn.Linear)):
+        nn.init.normal_(linear.weight, std=config.initializer_range)
     _train(model, head, _batches(tokenizer, dialogues))
     _save(folder, model, head, tokenizer)
 
@@ -110,23 +110,14 @@ def _start_from_embedded(model: Any, tokenizer: Any) -> None:
     """Set embedding and output layer to the principal components of the embedded target's embedding, for those tokens
     that it has: the target then learns in fewer steps.
     """
-    theirs = load_tokenizer(EMBEDDED).get_vocab()
-    known = {number: theirs[token] for token, number in tokenizer.get_vocab().items() if token in theirs}
-    ours_N, theirs_N = torch.tensor(list(known)), torch.tensor(list(known.values()))
-    rows_ND = load_embed_head(EMBEDDED).embedding_VD[theirs_N].float()
+    vocabulary = load_tokenizer(EMBEDDED).get_vocab()
+    shared = {number: vocabulary[token] for token, number in tokenizer.get_vocab().items() if token in vocabulary}
+    ids_N, embedded_ids_N = torch.tensor(list(shared)), torch.tensor(list(shared.values()))
+    rows_ND = load_embed_head(EMBEDDED).embedding_VD[embedded_ids_N].float()
     rows_ND = rows_ND - rows_ND.mean(0)
     rows_ND = rows_ND @ torch.linalg.svd(rows_ND, full_matrices=False).Vh[: model.config.hidden_size].T
     for weight in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
-        weight.data[ours_N] = rows_ND * (SPREAD / rows_ND.std())
-
-
-def _make_head(model: Any) -> Mtp:
-    config = AutoConfig.for_model(**model.config.to_dict() | MIMO)
-    head = build(MtpConfig(before_norm=True, ttt_steps=1), draft_shapes(config))
-    assert isinstance(head, Mtp)
-    for linear in (part for part in head.modules() if isinstance(part, nn.Linear)):
-        nn.init.normal_(linear.weight, std=config.initializer_range)
-    return head
+        weight.data[ids_N] = rows_ND * (SPREAD / rows_ND.std())
 
 
 def _train(model: Any, head: Mtp, batches: Iterator[tuple[Tensor, Tensor]]) -> None:

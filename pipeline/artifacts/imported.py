@@ -55,11 +55,6 @@ def import_draft(source: Path, recipe: Recipe, name: str, published: dict[str, s
     """
     if name not in recipe.trained:
         raise PipelineError(f"--draft {name}: the recipe has {', '.join(recipe.trained)} that have weights")
-    if isinstance(recipe.draft[name], MtpConfig):
-        raise PipelineError(
-            f"--draft {name}: an MTP head lies in its target's files. Name the exported folder in target.model, or a "
-            f"release of the head in draft.{name}.start"
-        )
     folder = recipe.paths.draft(name)
     if (folder / checkpoint.CONFIG).exists():
         raise PipelineError(f"{folder} holds a draft already. Remove it, or give the recipe another output folder")
@@ -82,6 +77,11 @@ def convert_draft(
     PipelineError if the weights do not fit.
     """
     config, target = recipe.draft[name], load_config(recipe.target)
+    if isinstance(config, MtpConfig):
+        raise PipelineError(
+            f"draft.{name}: an MTP head lies in its target's files: name the exported folder in target.model, or a "
+            f"release of the head in draft.{name}.start"
+        )
     settings, files = read_foreign_config(source, target), weights_files(source)
     shapes = foreign_shapes(source, settings, target, recipe.target.model)
     names = DRAFTS[kind_key(config)].names

@@ -159,8 +159,8 @@ def _count_sources(sources: Sources, drafted: Replay, tokens: list[int], begin: 
 
     @cache
     def ranks(tree: TreeConfig) -> Tensor:
-        found = [merged.ranks(following) for following, merged in merged_pools(tree)]
-        return torch.tensor([[*row, *[ABSENT] * (deepest - len(row))] for row in found])
+        ranks = [merged.ranks(following) for following, merged in merged_pools(tree)]
+        return torch.tensor([[*row, *[ABSENT] * (deepest - len(row))] for row in ranks])
 
     @cache
     def chains(tree: TreeConfig) -> list[list[int]]:

@@ -29,6 +29,7 @@ class GrowingLayer(CacheLayerMixin):
     def __init__(self, expected: int = FIRST_CAPACITY):
         super().__init__()
         self.length, self._expected = 0, expected
+        self.indexer_keys: Tensor | None = None  # of a sparse layer
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -48,8 +49,8 @@ class GrowingLayer(CacheLayerMixin):
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Append the keys (B, N, D) of a sparse layer's indexer, and return all of them."""
-        past = getattr(self, "indexer_keys", indexer_key_states[:, :0])
-        self.indexer_keys = torch.cat([past, indexer_key_states], dim=1)
+        past = [] if self.indexer_keys is None else [self.indexer_keys]
+        self.indexer_keys = torch.cat([*past, indexer_key_states], dim=1)
         return self.indexer_keys
 
     def _grow(self, needed: int) -> None:
@@ -70,7 +71,7 @@ class GrowingLayer(CacheLayerMixin):
         if moved is not None:
             for buffer in self._buffers:
                 buffer[:, :, prefix : prefix + count] = buffer[:, :, moved]
-        if (keys := getattr(self, "indexer_keys", None)) is not None:
+        if (keys := self.indexer_keys) is not None:
             following = keys[:, prefix : prefix + count] if moved is None else keys[:, moved]
             self.indexer_keys = torch.cat([keys[:, :prefix], following], dim=1)
         self._show(prefix + count)

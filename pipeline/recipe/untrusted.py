@@ -161,10 +161,11 @@ def _check_rope(rope: dict[str, Any]) -> dict[str, Any]:
 def _check_layer(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a layer. Raises ValueError for rotary angles that no draft of this project computes."""
     rope = settings.get("rope_parameters") or {}
-    share = rope.get("partial_rotary_factor", 1.0)
-    if not isinstance(rope, dict) or type(share) not in (int, float) or not 0 < share <= 1:
+    if not isinstance(rope, dict):
+        raise ValueError("rope_parameters: expected an object")
+    share = _check_rope(rope).get("partial_rotary_factor", 1.0)
+    if type(share) not in (int, float) or not 0 < share <= 1:
         raise ValueError("rope_parameters: expected a partial_rotary_factor of at most 1")
-    _check_rope(rope)
     return settings
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from pipeline.artifacts import checkpoint
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json, write_json
-from pipeline.drafts import DRAFTS, DraftConfig, kind_key
+from pipeline.drafts import DRAFTS, DraftConfig, TrainedDraft, kind_key
 from pipeline.drafts.native.mtp import Mtp, MtpConfig
 from pipeline.drafts.parts.names import GPT_OSS, Export, FileFormat, Names
 from pipeline.lm.model import locate_target
@@ -52,8 +52,8 @@ def export(
     saved = checkpoint.read_config(release)
     if out.exists():
         raise PipelineError(f"{out} exists already: remove it, or name another folder")
-    config, weights = _convert_draft(release, saved, engine, target)
-    head = checkpoint.load(release, saved.target["fingerprint"]) if isinstance(saved.config, MtpConfig) else None
+    draft = checkpoint.load(release, saved.target["fingerprint"])
+    config, weights = _convert_draft(draft, saved, engine, target)
     if engine == GGUF:
         if llama_cpp is None:
             raise PipelineError("--to gguf runs llama.cpp's own converter: add --llama-cpp CHECKOUT")
@@ -62,8 +62,8 @@ def export(
     with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
         building = Path(temporary) / "form"
         building.mkdir()
-        if isinstance(head, Mtp):
-            write_target(head, saved.target["fingerprint"], target_of(release, target), building)
+        if isinstance(draft, Mtp):
+            write_target(draft, saved.target["fingerprint"], target_of(release, target), building)
         else:
             checkpoint.write_weights(building / checkpoint.WEIGHTS, weights)
             write_json(building / checkpoint.CONFIG, config)
@@ -78,13 +78,14 @@ def export(
 def list_tested_engines(release: Path) -> dict[str, list[str]]:
     """Return, for each engine that loads this draft and was tested with one of its kind, the commands to serve it."""
     saved, out, commands = checkpoint.read_config(release), Path("exported"), {}
+    draft = checkpoint.load(release, saved.target["fingerprint"])
     for engine, version in TESTED_VERSIONS.items():
         try:
-            _convert_draft(release, saved, engine, None)
+            _convert_draft(draft, saved, engine, None)
         except PipelineError:
             continue
         if _form_of(saved.config, engine)[1].is_tried:
-            needs_target = engine == GGUF or isinstance(saved.config, MtpConfig)
+            needs_target = engine == GGUF or isinstance(draft, Mtp)
             extra_arguments = " --llama-cpp CHECKOUT" * (engine == GGUF) + " --target TARGET_FOLDER" * needs_target
             command = f"jakiro export PATH/TO/THIS/FOLDER --to {engine} --out {out}{extra_arguments}"
             commands[version] = [command, *_launch(saved, engine, out)]
@@ -113,10 +114,9 @@ def _form_of(config: DraftConfig, engine: str) -> tuple[Names, FileFormat]:
 
 
 def _convert_draft(
-    release: Path, saved: checkpoint.CheckpointConfig, engine: str, target: str | None
+    draft: TrainedDraft, saved: checkpoint.CheckpointConfig, engine: str, target: str | None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config.json and the weights. Raise PipelineError for a draft that the engine cannot load."""
-    draft = checkpoint.load(release, saved.target["fingerprint"])
     names, form = _form_of(saved.config, engine)
     weights = {name: tensor for name, tensor in draft.state_dict().items() if name not in names.not_exported}
     name = target or saved.target["model"]

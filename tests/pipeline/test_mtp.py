@@ -13,6 +13,8 @@ from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlas
 
 from eval.measure.tasks import load_drafts
 from pipeline.artifacts import checkpoint
+from pipeline.artifacts.features import feature_spec
+from pipeline.artifacts.imported import import_draft
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
 from pipeline.decoding.config import LoadedMethod, Method, TreeConfig, chain
@@ -26,9 +28,10 @@ from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.features.batch import collate, collate_packed
 from pipeline.features.positions import count_positions
 from pipeline.features.schema import TextRow
+from pipeline.features.shards import FeatureStore
 from pipeline.lm.attention import additive_mask, causal_mask
 from pipeline.lm.config import TargetConfig
-from pipeline.lm.model import Target, fingerprint
+from pipeline.lm.model import Target, fingerprint, load_embed_head
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.serving.export import export
@@ -37,6 +40,7 @@ from tests.pipeline.families import MIXTURE
 from tests.pipeline.heads import WEIGHTS, add_tensors, change_json, save_with_head
 from tests.pipeline.taught import NEVER, prompt_of, teach, write_release
 from tests.train.runs import train_here
+from train.start import new_draft, read_start
 
 SETTINGS = {
     "hy_v3": MIXTURE,
@@ -453,6 +457,7 @@ def test_a_target_of_an_unknown_family_is_refused(tmp_path):
     [
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1e9}}, "at most 1"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "expected one of"),
+        ({"rope_parameters": "default"}, "expected an object"),
         ({"hidden_size": [1] * 5000}, "layer.settings.hidden_size"),
         ({"n_routed_experts": 1 << 40}, "does not fit|layer.settings"),
         ({"hidden_act": "exec"}, "exec"),
@@ -522,6 +527,37 @@ def test_a_quantised_head_and_one_with_its_own_output_layer_are_refused(tmp_path
 def test_a_head_that_reads_other_states_is_refused(tmp_path):
     config, _ = save_with_head(tmp_path, "mimo")
     assert "reads the target's states before its final norm: set before_norm = true" in refusal(config, MtpConfig())
+
+
+def test_an_exported_folder_is_no_draft_to_import(tmp_path):
+    config, _, release = release_of(tmp_path, "mimo")
+    export(release, "vllm", tmp_path / "out", config.model)
+    tree = recipe_tree(tmp_path / "target", tmp_path / "data.json", tmp_path / "other")
+    tree["draft"], tree["publish"]["draft"] = {"mtp": {"kind": "mtp", "before_norm": True}}, "mtp"
+    with pytest.raises(PipelineError, match=r"name the exported folder in target\.model"):
+        import_draft(tmp_path / "out", Recipe.model_validate(tree), "mtp")
+
+
+def test_a_release_of_a_head_starts_a_training_of_the_same_layer_alone(tmp_path):
+    """A fine-tune's files often lack the head; the release of the base's head takes its place."""
+    _, draft, release = release_of(tmp_path, "mimo")
+    add_tensors(tmp_path / "target", {}, without=("model.mtp_layers.",))
+    tree = recipe_tree(tmp_path / "target", tmp_path / "data.json", tmp_path / "other")
+    start = {"start": str(release), "start_differs": ["target"]}
+    tree["draft"], tree["publish"]["draft"] = {"mtp": {"kind": "mtp", "before_norm": True} | start}, "mtp"
+    recipe = Recipe.model_validate(tree)
+    dump_here(recipe)
+    store = FeatureStore(recipe.paths.features, "train", feature_spec(recipe))
+    embed_head = load_embed_head(recipe.target)
+    started = new_draft(recipe, "mtp", embed_head, store, read_start(recipe, "mtp", embed_head, store.spec))
+    assert all(torch.equal(tensor, draft.state_dict()[name]) for name, tensor in started.state_dict().items())
+
+    change_sealed(release / checkpoint.CONFIG, lambda raw: raw["shapes"]["layer"]["settings"].update(rms_norm_eps=0.1))
+    with pytest.raises(PipelineError, match="layer is"):
+        read_start(recipe, "mtp", embed_head, store.spec)
+    eagle = Recipe.model_validate(tree | {"draft": {"mtp": {"kind": "eagle"} | start}})
+    with pytest.raises(PipelineError, match="kind is 'mtp' there and 'eagle' here"):
+        read_start(eagle, "mtp", embed_head, store.spec)
 
 
 def test_an_export_needs_the_target_that_it_was_trained_for(tmp_path):

@@ -18,9 +18,9 @@ from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import atomic_path
 from pipeline.basics.public import public_text
 from pipeline.decoding.config import TreeConfig
-from pipeline.drafts import DRAFTS, kind_key
+from pipeline.drafts import DRAFTS, build, kind_key, load_settings
 from pipeline.drafts.native.families import HEADS, find_family
-from pipeline.drafts.parts.layers import MLP_RATIO
+from pipeline.drafts.parts.layers import MLP_RATIO, draft_shapes
 from pipeline.features.reasons import describe_reasons
 from pipeline.lm.attention import declared_positions
 from pipeline.lm.chat import Unusable
@@ -260,14 +260,11 @@ def write_recipe(args: argparse.Namespace) -> list[str]:
     target does not fit the machine or no record is usable; then no recipe is written.
     """
     target = TargetConfig(model=args.target)
-    config = load_config(target)
-    if load_presets()[args.draft].settings["kind"] == "mtp" and not find_family(config):
-        raise PipelineError(
-            f"--draft mtp: no names of an MTP head are known for targets of type {config.model_type}: known are "
-            f"{', '.join(HEADS)}"
-        )
+    config, machine = load_config(target), Machine.detect()
+    settings = draft_settings(load_presets()[args.draft], config, uses_paper_preset(args, machine))
+    with torch.device("meta"):
+        build(load_settings(settings), draft_shapes(config))  # raises where the target has no such draft
     weights = 2 * count_parameters(target)
-    machine = Machine.detect()
     Share.of(machine, weights)  # raises before the data are read
     selection = {key: getattr(args, key) for key in ("subset", "split") if getattr(args, key)}
     length, data = (

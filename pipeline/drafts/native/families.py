@@ -60,7 +60,7 @@ class HeadForm:
 
         parts = {part: fill(name) for part, name in self.parts.items()}
         copies = {fill(name): original for name, original in self.copies.items()}
-        return HeadForm(fill(self.layer), parts, copies, renamed=self.renamed)
+        return replace(self, layer=fill(self.layer), parts=parts, copies=copies)
 
 
 NUMBERED = "model.layers.{layer}."
@@ -159,7 +159,8 @@ def layer_shapes(text: Any) -> dict[str, Any] | None:
 def _list_settings(family: str) -> list[str]:
     """Return the settings that a family defines for itself: none of them names code, a kernel or a file."""
     shared, config_class = fields(PreTrainedConfig), CONFIG_MAPPING[HEADS[family].model_type or family]
-    return sorted({*UNDECLARED, *(own.name for own in fields(config_class))} - {each.name for each in shared})
+    declared = {declared_field.name for declared_field in fields(config_class)}
+    return sorted({*UNDECLARED, *declared} - {shared_field.name for shared_field in shared})
 
 
 def make_decoder(layer: dict[str, Any]) -> Any:
@@ -179,10 +180,10 @@ def _scale(factor: float, _module: Any, _inputs: Any, output: Tensor) -> Tensor:
 
 
 def _config_of(layer: dict[str, Any]) -> PreTrainedConfig:
-    form, known = HEADS[layer["family"]], _list_settings(layer["family"])
+    form, keys = HEADS[layer["family"]], _list_settings(layer["family"])
     settings = {**layer["settings"], **ONE_LAYER, **form.settings}
     model_type = form.model_type or layer["family"]
-    return AutoConfig.for_model(model_type, **{key: settings[key] for key in known if key in settings})
+    return AutoConfig.for_model(model_type, **{key: settings[key] for key in keys if key in settings})
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -205,9 +206,9 @@ def to_file_names(
 
 
 def _rename(name: str, beginnings: Mapping[str, str]) -> str:
-    for beginning, other in beginnings.items():
+    for beginning, replacement in beginnings.items():
         if name.startswith(beginning):
-            return other + name.removeprefix(beginning)
+            return replacement + name.removeprefix(beginning)
     return name
 
 

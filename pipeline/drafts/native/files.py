@@ -58,10 +58,10 @@ def _require_known(files: Mapping[str, Path], form: HeadForm, expected: Mapping[
             for name in sorted(files.keys() - expected.keys() - form.copies.keys())
             if name.startswith((form.layer, *form.parts.values())) and not name.endswith(FREQUENCIES)
         ]
-        other = f", and hold {unknown[0]}, which is unknown" if unknown else ""
+        surplus = f", and hold {unknown[0]}, which is unknown" if unknown else ""
         raise PipelineError(
             f"{target}: its MTP head is incomplete or quantised: the files lack {missing[0]} ({len(missing)} of "
-            f"{len(expected)} tensors){other}. Name a complete target in 16 or 32 bits"
+            f"{len(expected)} tensors){surplus}. Name a complete target in 16 or 32 bits"
         )
     for path in sorted({files[name] for name in expected}):
         with safe_open(path, "pt") as opened:
