@@ -8,12 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.basics.accelerator import to_device
+from pipeline.basics.accelerator import pad_width, to_device
 from pipeline.features.positions import Group, PositionChooser, Positions
 from pipeline.features.schema import TextRow, dequantise
 
 CPU = torch.device("cpu")
-WIDTH_STEP = 128  # inputs: the widths of batches on an accelerator are multiples of it
 
 
 @dataclass(frozen=True)
@@ -151,15 +150,6 @@ class Batch:
         empty = self._map(lambda x: torch.zeros_like(x) if x.is_floating_point() else x)
         none = torch.zeros(0, dtype=torch.long)
         return replace(empty, positions={group: Positions(none, none) for group in self.positions})
-
-
-def pad_width(inputs: int, device: torch.device) -> int:
-    """Return the width of rows of at most this many inputs: on an accelerator a multiple of WIDTH_STEP.
-
-    cuDNN's attention makes a plan, which takes tens of milliseconds, for every new width, and dialogues have nearly as
-    many lengths as there are dialogues.
-    """
-    return inputs if device.type == "cpu" else -(-inputs // WIDTH_STEP) * WIDTH_STEP
 
 
 def collate(

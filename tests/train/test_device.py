@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.basics.accelerator import WIDTH_STEP, pad_width
 from pipeline.decoding.generate import Sampling, decode_speculative
 from pipeline.drafts import make_objective
 from pipeline.drafts.parallel.dflash import DFlashConfig, bundle_anchors
 from pipeline.drafts.parallel.p_eagle import PEagleConfig, _lay_out_inputs
-from pipeline.features.batch import WIDTH_STEP, pad_width
 from pipeline.features.positions import Horizons
 from pipeline.features.schema import FP8, FeatureSpec, TextRow, row_dtype
 from pipeline.features.shards import FeatureStore, write_features

@@ -13,7 +13,8 @@ from typing import TypeVar
 import torch
 
 from pipeline.artifacts.features import ShardRequest
-from pipeline.features.batch import CPU, Batch, Noise, collate, collate_packed, pad_width
+from pipeline.basics.accelerator import pad_width
+from pipeline.features.batch import CPU, Batch, Noise, collate, collate_packed
 from pipeline.features.positions import PositionChooser, count_positions
 from pipeline.features.shards import FeatureStore
 from pipeline.lm.model import DTYPES

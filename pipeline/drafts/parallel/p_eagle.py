@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.basics.accelerator import to_device
+from pipeline.basics.accelerator import pad_width, to_device
 from pipeline.decoding.contract import DraftOutput, DraftRequest, RoundInput
 from pipeline.drafts.eagle3 import AUTHORS_FORMAT, DECAY, NUMBERED_FORMAT, Eagle3Frame, Eagle3FrameConfig
 from pipeline.drafts.eagle3 import NAMES as EAGLE3_NAMES
@@ -30,7 +30,6 @@ from pipeline.drafts.parts.losses import Term, term_names
 from pipeline.drafts.parts.names import Export, Facts
 from pipeline.drafts.parts.objective import Objective
 from pipeline.drafts.parts.one_layer import Dense, DraftState
-from pipeline.features.batch import pad_width
 from pipeline.features.positions import Group, Positions, Seed
 from pipeline.lm.attention import additive_mask
 from pipeline.lm.states import States
