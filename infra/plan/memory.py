@@ -236,8 +236,8 @@ def _activation_bytes(
     tokens_BT = torch.zeros(shape, dtype=torch.long)
     hidden_BTD = torch.empty(*shape, width)
     states_BTSD = torch.empty(*shape, len(draft.needs.auxiliary), width) if draft.needs.auxiliary else None
-    packed_BT = tokens_BT if config.pack_tokens else None
-    batch = Batch(hidden_BTD, tokens_BT, hidden_BTD, positions, {}, packed_BT, states_BTSD, tokens_BT)
+    packed_BT, lengths = tokens_BT if config.pack_tokens else None, [[count]] * config.micro_batch
+    batch = Batch(hidden_BTD, tokens_BT, hidden_BTD, positions, {}, packed_BT, states_BTSD, tokens_BT, lengths=lengths)
     decoder_weights = [] if decoder is None else [*decoder.parameters(), *decoder.buffers()]
     excluded = {
         x.untyped_storage()._cdata

@@ -36,7 +36,7 @@ VOCABULARY = 1024
 RATE_AND_STEPS = {
     "small": (2e-3, 4),
     "dflash": (3e-3, 40),
-    "mtp": (5e-3, 100),
+    "mtp": (5e-3, 80),
 }  # learning rate and steps, if not the default ones
 DEFAULT_RATE_AND_STEPS = (1e-2, 4)
 ROPES: dict[str, dict[str, Any]] = {

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,7 @@ class Batch:
     before_BT: Tensor | None = None  # t_i
     step: int = 0  # of the optimiser
     documents: list[list[str]] = field(default_factory=list)  # each row's document ids
+    lengths: list[list[int]] = field(default_factory=list)  # the inputs of each row's dialogues
     # Applied by `to`: the scales of float8 states, by the field that they belong to, and the noise.
     scales: dict[str, Tensor] = field(default_factory=dict)
     noise: list[Noise] = field(default_factory=list)
@@ -102,6 +104,20 @@ class Batch:
         """The states that came from shards; dimension 0 is the row."""
         tensors = [x for x in (self.hidden_BTD, self.labels_BTD, self.auxiliary_BTSD) if x is not None]
         return [x.float() if x.dtype == torch.float8_e4m3fn else x for x in tensors]
+
+    @property
+    def spans(self) -> list[tuple[slice, int, int]]:
+        """The texts in the rows: (rows, first place, the place after the last). What follows a packed row's dialogues
+        is a text of its own; a row of one dialogue is one text with its padding.
+        """
+        width = self.tokens_BT.shape[1]
+        if self.begins_BT is None:
+            return [(slice(None), 0, width)]
+        spans = []
+        for row, lengths in enumerate(self.lengths):
+            ends = [0, *accumulate(lengths), width]
+            spans += [(slice(row, row + 1), begin, end) for begin, end in pairwise(ends) if begin < end]
+        return spans
 
     @property
     def following_BT(self) -> Tensor:
@@ -209,4 +225,8 @@ def collate_packed(
         begins[b, begin:] = begin
     documents = [[row.doc_id for row in rows] for rows in packed]
     flat = {group: Positions(*map(torch.cat, zip(*parts, strict=True))) for group, parts in chosen.items()}
-    return Batch(hidden, tokens, labels, flat, totals, begins, states, before, documents=documents, scales=scales)
+    lengths = [[len(row.input_ids) - 1 for row in rows] for rows in packed]
+    return Batch(
+        hidden, tokens, labels, flat, totals, begins, states, before,
+        documents=documents, lengths=lengths, scales=scales,
+    )  # fmt: skip

@@ -325,7 +325,8 @@ def test_packed_dialogues_do_not_see_each_other(any_draft):
     if isinstance(any_draft, Medusa):  # it reads only one position
         return
     # As if each row were one dialogue.
-    unmasked = gradient_of(any_draft, replace(both, begins_BT=torch.zeros_like(both.begins_BT)))
+    whole_rows = {"begins_BT": torch.zeros_like(both.begins_BT), "lengths": [[30], [30]]}
+    unmasked = gradient_of(any_draft, replace(both, **whole_rows))
     assert not torch.allclose(unmasked[2], gradient, rtol=1e-4, atol=1e-6)
 
 

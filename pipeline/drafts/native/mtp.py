@@ -69,6 +69,7 @@ class MtpConfig(OneLayerConfig):
 class Mtp(FeatureDraft):
     config: MtpConfig
     has_target_layer = True
+    merges_steps = False  # families have attentions of their own
 
     def __init__(self, config: MtpConfig, shapes: dict[str, Any]):
         """Raise PipelineError for a target whose family has no known head."""
@@ -135,8 +136,18 @@ class Mtp(FeatureDraft):
             use_cache=cache is not None,
         ).last_hidden_state
 
-    def new_cache(self) -> DynamicCache:
-        return DynamicCache(config=self.decoder.config)
+    def new_cache(self, tensors: tuple[Tensor, ...]) -> DynamicCache:
+        cache = DynamicCache(config=self.decoder.config)
+        if tensors:
+            cache.update(tensors[0], tensors[1], 0)
+        for keys in tensors[2:]:
+            cache.update_indexer(keys, 0)
+        return cache
+
+    def cached_tensors(self, cache: DynamicCache) -> tuple[Tensor, ...]:
+        layer: Any = cache.layers[0]
+        indexer_keys = [layer.indexer_keys] if hasattr(layer, "indexer_keys") else []
+        return layer.keys, layer.values, *indexer_keys
 
     def heads(self, u: Tensor) -> Heads:
         return Heads([u])

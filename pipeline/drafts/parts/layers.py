@@ -9,7 +9,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from pipeline.drafts.native.families import layer_shapes
-from pipeline.lm.attention import FULL, GROUPED, declared_positions
+from pipeline.drafts.parts.steps import STEPS
+from pipeline.lm.attention import FULL, declared_positions
 from pipeline.lm.states import count_known_tokens
 
 SHAPE_FIELDS = (
@@ -76,7 +77,7 @@ def draft_rope(target: dict[str, Any] | None) -> dict[str, Any]:
 def layer_config(shapes: dict[str, Any]) -> LlamaConfig:
     fields = {field: shapes[field] for field in SHAPE_FIELDS}
     config = LlamaConfig(**fields, num_hidden_layers=1, attention_bias=False, mlp_bias=False)
-    config._attn_implementation = GROUPED
+    config._attn_implementation = STEPS
     return config
 
 

@@ -20,6 +20,7 @@ from pipeline.drafts.parts.base import VocabularyConfig, WindowConfig
 from pipeline.drafts.parts.layers import AttentionBlock, layer_config, rotary, swiglu
 from pipeline.drafts.parts.losses import Term, term_names
 from pipeline.drafts.parts.module import TrainedDraft
+from pipeline.drafts.parts.steps import StepCache, StepMask
 from pipeline.lm.attention import additive_mask, causal_mask
 from pipeline.lm.cache import TreeCache
 from pipeline.lm.states import States
@@ -109,6 +110,7 @@ class FeatureDraft(TrainedDraft):
     """A draft of one decoder layer, whose later guesses take its own features in place of the target's states."""
 
     config: OneLayerConfig
+    merges_steps: ClassVar[bool]  # whether its attention takes a `StepMask`
 
     @abstractmethod
     def features(self, states_TSD: Tensor) -> Tensor:
@@ -124,9 +126,13 @@ class FeatureDraft(TrainedDraft):
     def heads(self, u: Tensor) -> Heads:
         """Return the predictions for the trunk's output `u` (..., D)."""
 
-    def new_cache(self) -> DynamicCache:
-        """Return an empty cache for a training batch."""
-        return DynamicCache()
+    @abstractmethod
+    def new_cache(self, tensors: tuple[Tensor, ...]) -> DynamicCache:
+        """Return a training batch's cache, with the tensors of the steps so far."""
+
+    @abstractmethod
+    def cached_tensors(self, cache: Any) -> tuple[Tensor, ...]:
+        """Return the tensors of a cache of the steps so far."""
 
     def next_feature(self, feature: Tensor) -> Tensor:
         """Return the feature that the next forward pass takes, from a predicted one."""
@@ -172,21 +178,18 @@ class FeatureDraft(TrainedDraft):
         """Run step `number` on the features `before_BTD`; return its heads, and keys and values of all steps so far."""
         tokens_BT, begins_BT = batch.tokens_BT, batch.begins_BT
         places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        mask = None
+        mask: Any = None
         if number > 1 or begins_BT is not None or self.config.window:
-            mask = additive_mask(ttt_mask(number, places, begins_BT, self.config.window), before_BTD.dtype)[:, None]
+            mask = StepMask(number, places, batch.spans, begins_BT, self.config.window)
+            if not self.merges_steps:
+                mask = additive_mask(mask.dense(), before_BTD.dtype)[:, None]
 
         def run(before_BTD: Tensor, *keys_values: Tensor) -> tuple[Heads, tuple[Tensor, ...]]:
-            cache = self.new_cache() if self.config.ttt_steps > 1 else None  # a new cache: `run` may run twice
-            if cache is not None and keys_values:
-                cache.update(keys_values[0], keys_values[1], 0)
-                for keys in keys_values[2:]:
-                    cache.update_indexer(keys, 0)
+            # A new cache: `run` may run twice.
+            cache = self.new_cache(keys_values) if self.config.ttt_steps > 1 else None
             positions = places[None] if begins_BT is None else places - begins_BT
             u = self._trunk(before_BTD, tokens_BT, positions, mask, cache)
-            layer: Any = cache and cache.layers[0]
-            indexer_keys = [layer.indexer_keys] if hasattr(layer, "indexer_keys") else []
-            return self.heads(u), (layer.keys, layer.values, *indexer_keys) if layer else ()
+            return self.heads(u), () if cache is None else self.cached_tensors(cache)
 
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(run, before_BTD, *keys_values, use_reentrant=False)
@@ -240,6 +243,8 @@ class FeatureDraft(TrainedDraft):
 class OneLayer(FeatureDraft):
     """A draft of one Llama layer. Its frame defines `block`, `features` and `inputs`; the draft defines `heads`."""
 
+    merges_steps = True
+
     def __init__(self, config: Any, shapes: dict[str, Any]):
         super().__init__(config, shapes)
         self.llama = layer_config(shapes)
@@ -261,6 +266,12 @@ class OneLayer(FeatureDraft):
     def _share(self, draft_copy: Self) -> None:
         draft_copy._rope = self._rope
 
+    def new_cache(self, tensors: tuple[Tensor, ...]) -> StepCache:
+        return StepCache(tensors)
+
+    def cached_tensors(self, cache: StepCache) -> tuple[Tensor, ...]:
+        return *cache.keys, *cache.values
+
     def _trunk(
         self, features_BTD: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Tensor | None, cache: Any
     ) -> Tensor:
@@ -279,20 +290,3 @@ class Dense(OneLayer):
     def heads(self, u: Tensor) -> Heads:
         block: Any = self.block
         return Heads([u + block.mlp(block.post_attention_layernorm(u))])
-
-
-def ttt_mask(number: int, places_T: Tensor, begins_BT: Tensor | None, window: int | None = None) -> Tensor:
-    """Return the attention mask of step `number`, bool (B or 1, T, number * T), over the keys of all steps so far.
-
-    A position attends only to its own dialogue, if `begins_BT` is given because rows hold several dialogues, and only
-    to the last `window` positions.
-    """
-    distance = places_T[:, None] - places_T[None, :]  # i - j
-    true = distance >= number - 1
-    if window:
-        true &= distance < window
-    visible = torch.cat([true, *(distance == number - earlier for earlier in range(2, number + 1))], dim=1)[None]
-    if begins_BT is None:
-        return visible
-    same_dialogue = begins_BT[:, :, None] == begins_BT[:, None, :]
-    return visible & same_dialogue.repeat(1, 1, number)
