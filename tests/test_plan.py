@@ -27,6 +27,7 @@ from infra.plan.memory import (
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.progress import format_duration
 from pipeline.drafts import TrainedDraft, build, parameter_count
+from pipeline.drafts.eagle3 import Eagle3Config
 from pipeline.drafts.jakiro import JakiroConfig
 from pipeline.drafts.native.skipper import SkipperConfig
 from pipeline.drafts.parallel.dflash import DFlashConfig
@@ -288,6 +289,7 @@ FORWARDS = {
     "dspark": DSparkConfig(layers=2, block=4, anchors=40),
     "p-eagle": PEagleConfig(layers=2, depths=4),
     "skipper": SkipperConfig(sparsity=[0.0, 0.5]),
+    "eagle3": Eagle3Config(ttt_steps=4),
 }
 
 
@@ -323,6 +325,19 @@ def test_counted_activations_equal_those_of_a_real_forward(tiny_recipe, embed_he
         draft(Batch(hidden_BTD, tokens_BT, hidden_BTD, positions, {}, None, states_BTSD, before_BT=tokens_BT))
     counted = activation_bytes(recipe, planned(recipe, config), recompute)
     assert counted == pytest.approx(sum(sizes.values()), rel=0.02)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [None, 32])
+def test_a_training_time_tests_activations_grow_with_the_length(tiny_recipe, packed, window):
+    """Not with its square: a mask over the keys of all steps would."""
+
+    def activations(count):
+        recipe = changed(changed(tiny_recipe, "data", max_length=count + 1), "train", micro_batch=1)
+        recipe = changed(recipe, "train", pack_tokens=count) if packed else recipe
+        return activation_bytes(recipe, planned(recipe, Eagle3Config(ttt_steps=4, window=window)), recompute=False)
+
+    assert 7.5 * activations(512) < activations(4096) < 8.2 * activations(512)
 
 
 def test_memory_of_evaluation(tiny_recipe):
