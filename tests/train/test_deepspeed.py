@@ -20,7 +20,7 @@ from pipeline.basics.files import sha256
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.sections import TrainConfig
 from pipeline.running.state import train_state
-from tests.kit import flip, kill_when, train_command
+from tests.kit import BIN, flip, free_port, kill_when, run_command, train_command
 from tests.train.runs import kill_training, largest_difference, linked, losses, run_training, steps_so_far, train_here
 from train.engine.config import deepspeed_config
 from train.engine.engine import COLLECTIVE_TIMEOUT, require_dtype
@@ -163,6 +163,17 @@ def test_other_keys_pass_through_to_deepspeed():
     )
     assert deepspeed_config(TrainConfig(zero_stage=2), 4, 1000)["zero_optimization"]["reduce_bucket_size"] == 1000
     assert made["wall_clock_breakdown"] is True and made["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert made["communication_data_type"] == "fp32"
+
+
+@pytest.mark.parametrize(("dtype", "least", "most"), [("default", 0, 1e-7), ("bf16", 1e-3, 1e-2)])
+def test_ranks_add_gradients_up_in_float32(dtype, least, most):
+    """And in bfloat16 only where a recipe says so, which costs three digits."""
+    launcher = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", str(free_port())]
+    done = run_command([*launcher, "-m", "tests.train.sums", dtype])
+    errors = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("ZeRO-")]
+    print(done.stdout)
+    assert len(errors) == 3 and all(least <= error <= most for error in errors), done.stderr
 
 
 def test_bfloat16_micro_batches_add_up_in_float32(dumped, tmp_path):

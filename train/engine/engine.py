@@ -123,6 +123,7 @@ class TrainingEngine:
             lr=config.learning_rate,
             betas=config.betas,
             weight_decay=config.weight_decay,
+            fused=get_accelerator().device_name() == "cuda" or None,
         )
         if config.dtype == "float32" and not config.zero_stage:  # in all other cases DeepSpeed checks
             optimizer.register_step_pre_hook(self._drop_nonfinite_gradient)

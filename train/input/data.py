@@ -65,7 +65,9 @@ class Batches:
         packs, size = self._config.pack_tokens or 0, self._config.micro_batch
         batches = []
         for turn in range(self.accumulation):
-            first = (turn * self._ranks + self._rank) * size
+            # In every second turn ranks are dealt their rows in reverse: rows are sorted by length.
+            place = self._rank if turn % 2 == 0 else self._ranks - 1 - self._rank
+            first = (turn * self._ranks + place) * size
             rank_rows = rows[first : first + size]
             longest = max(sum(len(texts.ids(number)) - 1 for number in row) for row in rank_rows)
             width = pad_width(max(packs, longest), device)
