@@ -51,7 +51,7 @@ DRAFT = {  # for a Llama 3 of 8B
     "eagle-1": {"kind": "eagle", "fc_bias": True},
     "jakiro-eagle-3": {"kind": "jakiro", "frame": "eagle-3", "vocabulary": 32000},
     "eagle3": {"kind": "eagle3", "vocabulary": 32000},
-    "gumiho": {"kind": "gumiho", "regression_steps": 8500},
+    "gumiho": {"kind": "gumiho", "regression_steps": 5700},
     "medusa": {"kind": "medusa"},
     "hydra": {"kind": "hydra"},
     "hydra-plain": {"kind": "hydra", "prefix": False, "blocks": 1, "objective": "hard-ce"},
@@ -103,7 +103,8 @@ def written(name: str, folder) -> Recipe:
 def test_a_preset_writes_what_the_papers_recipe_held(name, tmp_path):
     """Return all settings but those that depend on the machine, and the choice of weights to keep."""
     recipe = written(name, tmp_path)
-    assert recipe.train == TrainConfig(**trained(name), ranks=4, keep="best")
+    packed = 2048 if TRAIN[name][1] <= 32 else None
+    assert recipe.train == TrainConfig(**trained(name), ranks=4, keep="best", pack_tokens=packed)
     assert recipe.draft == {name: load_settings(DRAFT[name])}
     method = Method(tree=TreeConfig(**TREES.get(name, {})))
     assert recipe.tree(name) == method.resolve(recipe.draft[name], name, TreeConfig()).resolved_tree
@@ -141,9 +142,10 @@ def test_every_draft_that_is_trained_has_a_preset():
 def test_an_example_is_what_the_presets_say(recipe, names):
     loaded, target = load_recipe(recipe), recipe.removesuffix("-eagle-3").removesuffix("-parallel")
     for name, preset in names.items():
-        chosen, where = load_presets()[preset], {"ranks", "micro_batch", "together"}
+        chosen, where = load_presets()[preset], {"ranks", "micro_batch", "together", "pack_tokens"}
         assert loaded.draft[name] == load_settings(draft_settings(chosen, configuration(target), paper=True))
         assert loaded.train.model_dump(exclude=where) == chosen.training.model_dump(exclude=where)
+        assert loaded.train.pack_tokens == (loaded.data.max_length if chosen.packs else None)
 
 
 def test_values_are_spelled_as_a_recipe_spells_them(tmp_path):

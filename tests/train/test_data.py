@@ -1,5 +1,9 @@
 """The dialogues of a step, the content of its batches, and the statistics of the texts."""
 
+from itertools import islice
+from types import SimpleNamespace
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +13,11 @@ from pipeline.features.positions import Horizons, trained_mask
 from pipeline.features.schema import FeatureSpec, TextRow
 from pipeline.features.shards import FeatureStore, write_features
 from pipeline.lm.states import Needs
-from pipeline.recipe.sections import TrainConfig
+from pipeline.recipe.sections import DataConfig, TrainConfig
+from preprocess.sources.read import TornTail, read_records
 from tests.kit import mask_of
 from train.input.data import Batches
-from train.input.order import Order, most_frequent_tokens, pack_rows, vocabulary_coverage
+from train.input.order import Order, most_frequent_tokens, pack_rows, rows_of_rank, vocabulary_coverage
 
 WIDTH = 4
 SPEC = FeatureSpec(WIDTH, "float32", "target", "tokenizer", "template", "recipe")
@@ -77,6 +82,68 @@ def test_the_order_needs_the_texts_alone_and_is_a_function_of_seed_and_epoch(sto
     for rows in steps:
         lengths = [len(dialogue(number).input_ids) for row in rows for number in row]
         assert lengths == sorted(lengths, reverse=True)  # the longest share a micro-batch
+
+
+class Lengths:
+    """Texts of which only the lengths are known."""
+
+    def __init__(self, lengths_N):
+        self.lengths_N = lengths_N
+
+    def __len__(self):
+        return len(self.lengths_N)
+
+    def ids(self, number):
+        return range(self.lengths_N[number])
+
+
+class LengthsStore(NamedTuple):
+    texts: Lengths
+    records: list
+
+    def __len__(self):
+        return len(self.texts)
+
+
+@pytest.fixture(scope="module")
+def sharegpt():
+    """The lengths of ShareGPT's dialogues in tokens, at 4.3 characters each and cut at 2,048, as one shard of texts."""
+    settings = DataConfig(source="embedded:sharegpt")
+    turns = [record.get("conversations", []) for record in islice(read_records(settings, TornTail()), 4000)]
+    characters = np.array([size for record in turns if (size := sum(len(turn["value"]) for turn in record))])
+    lengths_N = np.clip((characters / 4.3).astype(int), 8, 2048)
+    texts = Lengths(lengths_N)
+    return LengthsStore(texts, [SimpleNamespace(rows=len(texts))])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "global_batch", "micro_batch", "pack_tokens", "least", "most"),
+    [
+        (8, 16, 2, 2048, 0.98, 1.0),  # as recipes for GPUs are
+        (8, 16, 1, 2048, 0.98, 1.0),
+        (2, 16, 2, 2048, 0.98, 1.0),
+        (8, 16, 2, None, 0.6, 0.75),  # as they were
+        (8, 128, 1, None, 0.95, 1.0),  # as the recipes of drafts with many rows a step are
+    ],
+)
+def test_ranks_get_equal_work(sharegpt, ranks, global_batch, micro_batch, pack_tokens, least, most):
+    """The mean over ranks of a step's padded tokens, divided by the slowest rank's."""
+    order = Order(sharegpt, config(global_batch=global_batch, pack_tokens=pack_tokens, window=1), 5)
+    turns, mean, slowest = global_batch // (micro_batch * ranks), 0.0, 0.0
+    for step in range(order.steps_per_epoch):
+        rows, loads = order.rows_of(step), np.zeros(ranks)
+        for rank in range(ranks):
+            for turn in range(turns):
+                lengths = [
+                    sum(sharegpt.texts.lengths_N[number] - 1 for number in row)
+                    for row in rows_of_rank(rows, turn, rank, ranks, micro_batch)
+                ]
+                assert lengths and len(lengths) == micro_batch
+                loads[rank] += micro_batch * (pack_tokens or max(lengths))
+        tokens = sum(sharegpt.texts.lengths_N[number] - 1 for row in rows for number in row)
+        mean, slowest = mean + tokens / ranks, slowest + loads.max()
+    print(f"{ranks} ranks, {global_batch} rows, packed into {pack_tokens}: {mean / slowest:.3f}")
+    assert least < mean / slowest <= most
 
 
 # -- windows --------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from pipeline.lm.model import DTYPES
 from pipeline.lm.states import Needs
 from pipeline.recipe.sections import TrainConfig
 from train.input.features import FedStore
-from train.input.order import Order
+from train.input.order import Order, rows_of_rank
 
 T, R = TypeVar("T"), TypeVar("R")
 STEPS_AHEAD = 2  # steps that are read while one computes
@@ -65,10 +65,7 @@ class Batches:
         packs, size = self._config.pack_tokens or 0, self._config.micro_batch
         batches = []
         for turn in range(self.accumulation):
-            # In every second turn ranks are dealt their rows in reverse: rows are sorted by length.
-            place = self._rank if turn % 2 == 0 else self._ranks - 1 - self._rank
-            first = (turn * self._ranks + place) * size
-            rank_rows = rows[first : first + size]
+            rank_rows = rows_of_rank(rows, turn, self._rank, self._ranks, size)
             longest = max(sum(len(texts.ids(number)) - 1 for number in row) for row in rank_rows)
             width = pad_width(max(packs, longest), device)
             stored_rows = [[self._store.row(number, decode=False) for number in row] for row in rank_rows]

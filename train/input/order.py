@@ -138,6 +138,15 @@ class Order:
         return sum(len(self.rows[row]) for row in used)
 
 
+def rows_of_rank(rows: Sequence, turn: int, rank: int, ranks: int, size: int) -> Sequence:
+    """Return the `size` rows, of a global batch's, that a rank takes in its forward number `turn`. Rows are sorted by
+    length: in every second turn ranks are dealt theirs in reverse, so that no rank always gets the longest.
+    """
+    place = rank if turn % 2 == 0 else ranks - 1 - rank
+    first = (turn * ranks + place) * size
+    return rows[first : first + size]
+
+
 def pack_rows(texts: TextTable, tokens: int, seed: int, sizes: list[int]) -> list[list[int]]:
     """Pack every dialogue into one row of at most `tokens` inputs. `sizes` are those of consecutive groups that share
     no row: shards if an epoch has several windows, so that a row lies in one shard whatever the windows are. A group's

@@ -157,8 +157,10 @@ class Sizes:
         return min(max(self.steps // 4, 10), 500)
 
     @classmethod
-    def of(cls, source: DataSource, ranks: int, paper: TrainConfig | None) -> "Sizes":
-        """Return the paper's sizes, or those of a quarter of an hour on a CPU; smaller ones if the source is small."""
+    def of(cls, source: DataSource, ranks: int, paper: TrainConfig | None, row_tokens: int | None = None) -> "Sizes":
+        """Return the paper's sizes, or those of a quarter of an hour on a CPU; smaller ones if the source is small.
+        `row_tokens`: of a row of packed dialogues.
+        """
         defaults = _PAPER if paper else _LAPTOP
         dialogues, need = (
             source.dialogues,
@@ -172,7 +174,7 @@ class Sizes:
         tokens = min(all_tokens, budget or all_tokens)
         paper_batch, largest = (paper.global_batch, paper.micro_batch) if paper else (16, 2)
         micro = largest if paper_batch % (largest * ranks) == 0 else 1
-        rows = int(tokens / source.length)
+        rows = int(tokens / (row_tokens or source.length))
         batches = paper_batch if paper or rows >= 16 * FEW_STEPS else micro * ranks
         batch = math.ceil(batches / (micro * ranks)) * micro * ranks
         epochs = paper.epochs if paper else min(max(math.ceil(3 * LAPTOP_TOKENS / max(tokens, 1)), 3), 20)
@@ -193,6 +195,7 @@ def recipe_text(
 ) -> str:
     """Return the recipe as TOML; `obstacle`: why the target cannot verify trees."""
     share, preset, paper = Share.of(machine, weights), load_presets()[args.draft], uses_paper_preset(args, machine)
+    pack_tokens = max_length_of(config, paper) if paper and preset.packs else None
     gpus = f"a machine with {machine.gpus} GPUs of {machine.bytes / GB:.0f} GB"
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters["toml"] = format_toml
@@ -217,7 +220,8 @@ def recipe_text(
         more={key: value for key, value in preset.train.items() if key not in ALWAYS},
         tree=chain_of(preset) if obstacle else preset.tree,
         obstacle=obstacle and obstacle.partition(":")[0],
-        sizes=Sizes.of(source, share.ranks, preset.training if paper else None),
+        pack_tokens=pack_tokens,
+        sizes=Sizes.of(source, share.ranks, preset.training if paper else None, pack_tokens),
     )
 
 
