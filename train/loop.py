@@ -33,6 +33,7 @@ from train.input.order import vocabulary_coverage
 from train.start import new_draft, read_start
 from train.tracking import Metrics, open_tracker, require_tracker
 
+STATE_SECONDS = 600.0  # from one resume state to the next, if the recipe names no steps
 METRIC_NAMES = {"agree": "agreement", "accept": "acceptance"}
 log = logging.getLogger(__name__)
 
@@ -162,6 +163,7 @@ class _Run:
         self._estimated_methods: dict[str, LoadedMethod] = {}  # of the validation copy, whose tau is estimated
         self.kept_weights: dict = {}  # at the end, complete on rank 0
         self._progress: Progress  # set from the first step on
+        self._saved = time.monotonic()  # when the last resume state was saved
         self._metrics = None
         if engine.rank == 0:
             tracker = open_tracker(recipe, name, self._folder)
@@ -218,14 +220,21 @@ class _Run:
         validated = step == self._batches.order.steps or step % self._config.validate_every == 0
         if validated:
             self._validate()
-        if self._is_finished or step % self._config.checkpoint_every == 0:
+        if self._is_finished or self._is_state_due(step):
             self._engine.save_resume(asdict(self._state))
+            self._saved = time.monotonic()
         if validated and self._config.decode == "always":
             self._measure_decoded_tau(self._updated_copy().state_dict(), self._state.validation, quiet=True)
         shown = {"loss": f"{values['loss']:.3f}", "top-1": f"{values['agreement']:.3f}"}
         if "estimated_tau" in self._state.validation:
             shown["tau"] = f"{self._state.validation['estimated_tau']:.2f}"
         return shown
+
+    def _is_state_due(self, step: int) -> bool:
+        """Return whether a resume state is due after this step; by the clock of rank 0 if the recipe names no steps."""
+        if every := self._config.checkpoint_every:
+            return step % every == 0
+        return self._engine.decide(time.monotonic() - self._saved >= STATE_SECONDS)
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
         if self._metrics:

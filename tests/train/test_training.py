@@ -23,6 +23,7 @@ from pipeline.features.schema import TextRow
 from pipeline.features.shards import ANSWERS, SPLITS, FeatureStore, Manifest, write_features
 from pipeline.lm.model import fingerprint, load_embed_head
 from pipeline.recipe.load import load_recipe
+from pipeline.recipe.read import read_tree
 from tests.kit import (
     ROOT,
     command_environment,
@@ -44,7 +45,8 @@ from tests.train.runs import (
     steps_so_far,
     train_here,
 )
-from train import acceptance
+from train import acceptance, loop
+from train.engine.engine import TrainingEngine
 from train.engine.resume import hash_files, read_state
 from train.engine.universal import convert
 
@@ -165,6 +167,17 @@ def test_packed_rows_train_alike_on_one_and_two_ranks(dumped, tmp_path):
     finished(run_training(dumped, tmp_path / "two", *sets, "train.micro_batch=1", ranks=2))
     assert len(losses(tmp_path / "one")) > 10
     assert largest_difference(tmp_path / "one", tmp_path / "two") < 1e-5
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(0.0, [*range(1, 6)]), (1e9, [5])])
+def test_resume_states_come_by_the_clock(dumped, tmp_path, monkeypatch, seconds, steps):
+    """Every ten minutes, and at the end, unless the recipe names steps."""
+    tree, saved = read_tree(dumped[0]), []
+    del tree["train"]["checkpoint_every"]
+    monkeypatch.setattr(loop, "STATE_SECONDS", seconds)
+    monkeypatch.setattr(TrainingEngine, "save_resume", lambda engine, _: saved.append(engine.step))
+    train_here((write_recipe(tree, tmp_path / "recipe"), dumped[1]), tmp_path / "run", "train.epochs=1")
+    assert saved == steps
 
 
 # -- ranks ----------------------------------------------------------------------------------------------------------

@@ -247,6 +247,12 @@ class TrainingEngine:
             totals.setdefault(b, {})[name] = value
         return totals
 
+    def decide(self, value: bool) -> bool:
+        """Return rank 0's value, on every rank."""
+        decision = torch.tensor(int(value and self.rank == 0), device=self.device)
+        dist.all_reduce(decision, op=dist.ReduceOp.MAX)
+        return bool(decision.item())
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the value of every rank, in the order of ranks."""
         values: list = [None] * self.ranks
