@@ -1,6 +1,7 @@
 """Tests of the plan of a run: against numbers computed by hand, and against the dump that follows."""
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -11,7 +12,14 @@ import pytest
 import torch
 
 from infra.plan import engine, speeds
-from infra.plan.__main__ import SPEEDS, count_answers, find_warnings, format_disk_warning, make_plan
+from infra.plan.__main__ import (
+    SPEEDS,
+    count_answers,
+    find_warnings,
+    format_disk_warning,
+    make_plan,
+    warn_of_idle_gpus,
+)
 from infra.plan.memory import (
     TEXT_ROW_BYTES,
     activation_bytes,
@@ -153,8 +161,10 @@ def test_a_plan_of_a_window_has_the_workers_that_keep_up_with_training(tiny_reci
     known_speeds = {"dump-speed": 100.0, "train-speed": 1000.0, "decode-ms": 36.0}
     recipe = changed(changed(tiny_recipe, "train", window=1, epochs=1, ranks=1), "features", keep="window")
     figures = make_plan(recipe, known_speeds).figures
-    assert figures["train: dump workers"] == 10
-    assert figures["dump: hours"] > figures["train: eagle: hours"] + figures["train: jakiro: hours"]
+    train_hours = figures["train: eagle: hours"] + figures["train: jakiro: hours"]
+    assert figures["train: dump workers"] == math.ceil(figures["dump: hours"] / train_hours) == 9
+    assert 0.9 < figures["train: tokens of a rank"] < 1, "without padding it would be ten"
+    assert figures["dump: hours"] > train_hours
     hours = {key.removesuffix(": hours"): value for key, value in figures.items() if key.endswith(": hours")}
     assert hours.pop("all") == pytest.approx(sum(hours.values()), abs=4e-6)  # on a CPU they share its cores
     elsewhere = make_plan(
@@ -209,6 +219,26 @@ def test_hours_on_a_missing_device_are_unknown_without_its_speed(tiny_recipe, mo
     assert ["eval", "time", "7 s with 1 worker, over all GPUs"] in [row[:3] for row in spread.rows]
     total = sum(plan.figures[f"{stage}: hours"] for stage in ("dump", "train: eagle", "train: jakiro", "eval"))
     assert plan.rows[-1] == ["all", "time", format_duration(3600 * total), "their sum"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sections", "warned"),
+    [
+        (8, {"features": {"workers": 4}, "eval": {"workers": 1}}, ["features.workers = 8", "eval.workers = 8"]),
+        (8, {"features": {"workers": 8}, "eval": {"workers": 4, "gpus_per_worker": 2}}, []),
+        (8, {"features": {"workers": 8, "gpus_per_worker": 0.5}, "eval": {"workers": 8}}, ["features.workers = 16"]),
+        (8, {"features": {"workers": 2, "gpus": (0, 1)}, "eval": {"workers": 8}}, []),
+        (0, {"features": {"workers": 1}, "eval": {"workers": 1}}, []),
+    ],
+)
+def test_a_plan_warns_of_gpus_that_stay_idle(tiny_recipe, monkeypatch, gpus, sections, warned):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
+    recipe = changed(tiny_recipe, "target", device="auto")
+    for section, keys in sections.items():
+        recipe = changed(recipe, section, **keys)
+    lines = list(warn_of_idle_gpus(recipe))
+    assert [line.rpartition("set ")[2] for line in lines] == warned
+    assert list(warn_of_idle_gpus(changed(recipe, "target", device="cpu"))) == []
 
 
 def test_the_disk_warning_does_not_propose_the_dtype_that_is_used():

@@ -11,7 +11,8 @@ are one JSON object instead, times in hours, sizes in bytes. Duplicates are not 
               a GPU share its speed. With features.keep = "window", training's tokens count as often as they are
               computed, by a simulation of its order of shards (memory.py). The dump then runs during the training: on
               a CPU, whose cores they share, both count, otherwise only the slower one, as if neither slowed the other
-              train: (passes x tokens + validations x validation tokens / 3) / the speed of all ranks
+              train: (passes x tokens + validations x validation tokens / 3) / the speed of all ranks, times the share
+              of a step in which they do not wait for the slowest (with padding)
               eval: answers x max_new_tokens x the time of a plain token / the workers, as if no draft were faster and
               no answer ended early. That makes up for what is not counted: the prefill, warm-ups, the rounds that the
               gate recomputes
@@ -36,6 +37,7 @@ from eval.measure.prompts import load_prompts
 from infra.plan import engine, memory, speeds
 from infra.plan.memory import simulate_window
 from infra.plan.sample import Sample, expected_counts, sample_source
+from infra.plan.share import working_share
 from pipeline.artifacts.provenance import hardware
 from pipeline.basics.accelerator import current_accelerator
 from pipeline.basics.errors import PipelineError
@@ -151,15 +153,19 @@ class ResourcePlan:
             self.add_memory("dump", "memory", memory.worker_bytes(recipe), "worker")
         return counts
 
-    def train(self, counts: dict[str, float]) -> None:
+    def train(self, counts: dict[str, float], sample: Sample) -> None:
         recipe, config = self.recipe, self.recipe.train
         ranks = config.ranks_of(torch.accelerator.device_count())
+        on_cpu = recipe.target.device == "cpu" or not self.gpu_text(ranks)
+        device = torch.device("cpu" if on_cpu else "cuda")
+        lengths = [len(document.input_ids) for document in sample.documents["train"]]
+        working = working_share(lengths, config, ranks, device)
         self.steps = steps = config.steps(counts["train_rows"], counts["train_tokens"], counts["trained_tokens"])
         validating = (
             VALIDATION_COST * (steps // config.validate_every + 1) * (counts["tokens"] - counts["train_tokens"])
         )
         tokens = config.passes(counts["trained_tokens"]) * counts["train_tokens"] + validating
-        length = max(int(counts["train_tokens"] / max(counts["train_rows"], 1)), 8)
+        length = config.pack_tokens or max(int(counts["train_tokens"] / max(counts["train_rows"], 1)), 8)
         rank_memory = []
         for name in recipe.to_train:
             with torch.device("meta"):
@@ -169,12 +175,15 @@ class ResourcePlan:
                 "tokens/s a rank",
                 lambda name=name: speeds.training_speed(recipe, name, length) / self._ranks_a_device(ranks),
             )
-            hours = speed and tokens / (speed * ranks) / 3600
+            hours = speed and tokens / (speed * ranks * working) / 3600
             text = f"{steps:,} ({parameter_count(draft):,} parameters)"
             self.add_row("train", f"{name}: steps", steps, text, FORMULA)
             self.add_hours("train", hours, f" with {ranks} ranks{self.gpu_text(ranks)}", source, f"{name}: ")
             rank_memory.append(memory.rank_bytes(recipe, draft, ranks))
             self.add_memory("train", f"{name}: memory", rank_memory[-1], "rank")
+        if recipe.to_train:
+            text = f"{working:.0%} of the slowest rank's, with padding"
+            self.add_row("train", "tokens of a rank", working, text, "its order, simulated")
         if config.together:
             self.add_memory("train", "memory of all", sum(rank_memory), "rank")
 
@@ -217,7 +226,8 @@ def make_plan(recipe: Recipe, known_speeds: dict[str, float | None]) -> Resource
         engine.require_gpus(recipe.target, other_machine=known_speeds["dump-speed"] is not None)
     require_sizes(recipe)
     require_verifiable(recipe)
-    plan.train(plan.dump(sample_source(recipe)))
+    sample = sample_source(recipe)
+    plan.train(plan.dump(sample), sample)
     plan.evaluate()
     plan.add_totals()
     return plan
@@ -274,6 +284,21 @@ def find_refusal(recipe: Recipe) -> str | None:
         return str(error)
 
 
+def warn_of_idle_gpus(recipe: Recipe) -> Iterator[str]:
+    """Yield a line for each stage whose workers leave GPUs of this machine idle."""
+    gpus = 0 if recipe.target.device in ("cpu", "spread") else torch.accelerator.device_count()
+    features, measuring = recipe.features, recipe.eval
+    stages = [("eval", measuring.workers, measuring.gpus_per_worker or 1.0)]
+    if not features.gpus:
+        stages.insert(0, ("features", features.workers, recipe.worker_gpus or 1.0))
+    for section, workers, each in stages:
+        if workers * each < gpus:
+            yield (
+                f"WARNING: {section}.workers={workers} use {workers * each:g} of the {gpus} GPUs here: set "
+                f"{section}.workers = {int(gpus / each)}"
+            )
+
+
 def find_warnings(plan: ResourcePlan) -> Iterator[str]:
     recipe, steps = plan.recipe, plan.steps
     if slow := warn_of_emulation(recipe):
@@ -286,6 +311,7 @@ def find_warnings(plan: ResourcePlan) -> Iterator[str]:
             f"{plan.shards_ahead} are made at a time, each by one worker: the others wait. Set train.window = "
             f"{math.ceil(recipe.features.workers / 2)}, or fewer features.rows_per_shard"
         )
+    yield from warn_of_idle_gpus(recipe)
     if recipe.to_train and recipe.train.warms_up_throughout(steps):
         warm_up = recipe.train.warmup_steps
         yield f"WARNING: training refuses train.warmup_steps={warm_up} of about {steps:,} steps: lower it"

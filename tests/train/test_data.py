@@ -1,13 +1,12 @@
 """The dialogues of a step, the content of its batches, and the statistics of the texts."""
 
 from itertools import islice
-from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
+from infra.plan.share import Lengths, LengthsStore, working_share
 from pipeline.basics.errors import PipelineError
 from pipeline.features.positions import Horizons, trained_mask
 from pipeline.features.schema import FeatureSpec, TextRow
@@ -84,27 +83,6 @@ def test_the_order_needs_the_texts_alone_and_is_a_function_of_seed_and_epoch(sto
         assert lengths == sorted(lengths, reverse=True)  # the longest share a micro-batch
 
 
-class Lengths:
-    """Texts of which only the lengths are known."""
-
-    def __init__(self, lengths_N):
-        self.lengths_N = lengths_N
-
-    def __len__(self):
-        return len(self.lengths_N)
-
-    def ids(self, number):
-        return range(self.lengths_N[number])
-
-
-class LengthsStore(NamedTuple):
-    texts: Lengths
-    records: list
-
-    def __len__(self):
-        return len(self.texts)
-
-
 @pytest.fixture(scope="module")
 def sharegpt():
     """The lengths of ShareGPT's dialogues in tokens, at 4.3 characters each and cut at 2,048, as one shard of texts."""
@@ -112,8 +90,7 @@ def sharegpt():
     turns = [record.get("conversations", []) for record in islice(read_records(settings, TornTail()), 4000)]
     characters = np.array([size for record in turns if (size := sum(len(turn["value"]) for turn in record))])
     lengths_N = np.clip((characters / 4.3).astype(int), 8, 2048)
-    texts = Lengths(lengths_N)
-    return LengthsStore(texts, [SimpleNamespace(rows=len(texts))])
+    return LengthsStore(Lengths(lengths_N))
 
 
 @pytest.mark.parametrize(
@@ -128,22 +105,25 @@ def sharegpt():
 )
 def test_ranks_get_equal_work(sharegpt, ranks, global_batch, micro_batch, pack_tokens, least, most):
     """The mean over ranks of a step's padded tokens, divided by the slowest rank's."""
-    order = Order(sharegpt, config(global_batch=global_batch, pack_tokens=pack_tokens, window=1), 5)
-    turns, mean, slowest = global_batch // (micro_batch * ranks), 0.0, 0.0
-    for step in range(order.steps_per_epoch):
+    settings = config(global_batch=global_batch, micro_batch=micro_batch, pack_tokens=pack_tokens, epochs=1)
+    share = working_share(sharegpt.texts.lengths_N, settings, ranks, torch.device("cpu"))
+    order = Order(sharegpt, settings.model_copy(update={"window": 1}), 5)
+    mean = slowest = 0.0
+    for step in range(order.steps):
         rows, loads = order.rows_of(step), np.zeros(ranks)
         for rank in range(ranks):
-            for turn in range(turns):
+            for turn in range(settings.accumulation(ranks)):
                 lengths = [
                     sum(sharegpt.texts.lengths_N[number] - 1 for number in row)
                     for row in rows_of_rank(rows, turn, rank, ranks, micro_batch)
                 ]
-                assert lengths and len(lengths) == micro_batch
+                assert len(lengths) == micro_batch
                 loads[rank] += micro_batch * (pack_tokens or max(lengths))
-        tokens = sum(sharegpt.texts.lengths_N[number] - 1 for row in rows for number in row)
-        mean, slowest = mean + tokens / ranks, slowest + loads.max()
-    print(f"{ranks} ranks, {global_batch} rows, packed into {pack_tokens}: {mean / slowest:.3f}")
+        mean += sum(sharegpt.texts.lengths_N[number] - 1 for row in rows for number in row) / ranks
+        slowest += loads.max()
+    print(f"{ranks} ranks, {global_batch} rows, packed into {pack_tokens}: {mean / slowest:.3f}, a plan's {share:.3f}")
     assert least < mean / slowest <= most
+    assert share == pytest.approx(mean / slowest, abs=0.02), "a plan draws from a sample"
 
 
 # -- windows --------------------------------------------------------------------------------------------------------
