@@ -37,6 +37,7 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writable
 
 VERSION = 2
 POST_FINAL_NORM = "post-final-norm"
+_BLOCK = 1 << 19  # numbers that are quantised at a time
 _WORDS: dict[str, tuple[torch.dtype, Any, Any]] = {  # stored dtype -> (torch dtype, NumPy word, Arrow word)
     "bfloat16": (torch.bfloat16, np.uint16, pa.uint16()),
     "float16": (torch.float16, np.uint16, pa.uint16()),
@@ -142,9 +143,21 @@ def token_bytes(stored_dtype: str, hidden_size: int, states: int = 1) -> int:
 
 
 def quantise(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``(float8 [..., D], scale float32 [...])``. Each vector's largest magnitude becomes the largest finite
-    float8 number.
+    """Return ``(float8 [T, ..., D], scale float32 [T, ...])``. Each vector's largest magnitude becomes the largest
+    finite float8 number. On a CPU a block of tokens after the other, so that each stays in the processor's cache.
     """
+    tokens = max(_BLOCK // max(states[:1].numel(), 1), 1)
+    if states.device.type != "cpu" or len(states) <= tokens:
+        return _quantise(states)
+    words = torch.empty(states.shape, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(states.shape[:-1], dtype=torch.float32)
+    for first in range(0, len(states), tokens):
+        block = slice(first, first + tokens)
+        words[block], scales[block] = _quantise(states[block])
+    return words, scales
+
+
+def _quantise(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exact = states.float()
     scale = (exact.abs().amax(-1) / torch.finfo(torch.float8_e4m3fn).max).clamp(min=torch.finfo(torch.float32).tiny)
     return (exact / scale[..., None]).to(torch.float8_e4m3fn), scale

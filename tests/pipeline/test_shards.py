@@ -152,6 +152,16 @@ def test_float8_keeps_each_token_to_its_own_scale(tmp_path):
         assert again.float().abs().amax(-1)[1:].eq(448).all() and scale_T.isfinite().all()
 
 
+@pytest.mark.parametrize("shape", [(37, 16), (37, 3, 16), (1, 16), (0, 16)])
+def test_blocks_of_tokens_are_quantised_to_the_same_bits(monkeypatch, shape):
+    states = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    whole = schema.quantise(states)
+    for numbers in (1, 48, 200):
+        monkeypatch.setattr(schema, "_BLOCK", numbers)
+        words, scales = schema.quantise(states)
+        assert torch.equal(words.view(torch.uint8), whole[0].view(torch.uint8)) and torch.equal(scales, whole[1])
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, schema.FP8])
 def test_auxiliary_states_are_stored_beside_the_last_one(tmp_path, dtype):
     """Each layer has the last state's row under another name, so each must come back as that row does."""
