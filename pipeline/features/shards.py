@@ -216,12 +216,13 @@ def write_shard(
     count = tokens = trained = 0
     with arrow_file(path, arrow_schema(spec)) as file:
         for row in rows:
-            file.write_batch(to_record_batch(row, spec))
+            file.batches.write_batch(to_record_batch(row, spec))
             count += 1
             tokens += row.tokens
             trained += row.trained_tokens
-    size, digest = path.stat().st_size, sha256(path)  # read while the page cache holds it
-    return ShardRecord(path.name, split, index, count, tokens, trained, size, digest, rejected)
+    return ShardRecord(
+        path.name, split, index, count, tokens, trained, path.stat().st_size, file.bytes.sha256, rejected
+    )
 
 
 def write_features(

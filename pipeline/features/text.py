@@ -3,11 +3,14 @@
 Vocabulary statistics, packing, the order of batches and the number of steps depend only on these.
 """
 
+import hashlib
+import io
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -33,13 +36,51 @@ class TextRecord:
     sha256: str
 
 
+class HashedFile(io.RawIOBase):
+    """A file whose SHA-256 is computed in a thread while it is written: both release the GIL."""
+
+    def __init__(self, path: Path):
+        self._file, self._sha256, self._thread = path.open("wb", buffering=0), hashlib.sha256(), ThreadPoolExecutor(1)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write and hash all of `data`."""
+        rest = memoryview(data).cast("B")
+        size, hashing = len(rest), self._thread.submit(self._sha256.update, rest)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        hashing.result()
+        return size
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self._file.close()
+        super().close()
+
+    @property
+    def sha256(self) -> str:
+        return self._sha256.hexdigest()
+
+
+class ArrowFile(NamedTuple):
+    batches: pa.ipc.RecordBatchFileWriter
+    bytes: HashedFile
+
+
 @contextmanager
-def arrow_file(path: Path, schema: pa.Schema) -> Iterator[pa.ipc.RecordBatchFileWriter]:
-    """Yield a writer for an Arrow file that appears under its name only after the block has succeeded. Raises
-    PipelineError when the disk is full.
+def arrow_file(path: Path, schema: pa.Schema) -> Iterator[ArrowFile]:
+    """Yield a writer for an Arrow file that appears under its name only after the block has succeeded; its hash is
+    whole by then. Raises PipelineError when the disk is full.
     """
-    with atomic_path(path) as temporary, pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as file:
-        yield file
+    with (
+        atomic_path(path) as temporary,
+        HashedFile(temporary) as file,
+        pa.PythonFile(file, mode="w") as sink,
+        pa.ipc.new_file(sink, schema) as batches,
+    ):
+        yield ArrowFile(batches, file)
 
 
 def text_batch(texts: Iterable[Any], spec: FeatureSpec) -> pa.RecordBatch:
@@ -55,7 +96,7 @@ def text_batch(texts: Iterable[Any], spec: FeatureSpec) -> pa.RecordBatch:
 
 def write_text_table(path: Path, texts: Iterable[Any], spec: FeatureSpec) -> TextRecord:
     with arrow_file(path, text_schema(spec)) as file:
-        file.write_batch(text_batch(texts, spec))
+        file.batches.write_batch(text_batch(texts, spec))
     return make_record(path)
 
 

@@ -15,8 +15,6 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
-import pyarrow as pa
-
 from pipeline.artifacts.features import (
     Find,
     answers_hash,
@@ -47,7 +45,7 @@ from pipeline.features.shards import (
     text_name,
 )
 from pipeline.features.store import Store
-from pipeline.features.text import arrow_file, make_record, text_batch
+from pipeline.features.text import ArrowFile, arrow_file, make_record, text_batch
 from pipeline.lm.model import load_tokenizer
 from pipeline.recipe.identity import dump_hash
 from pipeline.recipe.recipe import Recipe
@@ -306,7 +304,7 @@ def _tasks(
     recipe: Recipe,
     plan: DumpPlan,
     manifest: Manifest,
-    tables: dict[str, pa.ipc.RecordBatchFileWriter],
+    tables: dict[str, ArrowFile],
     progress: Progress,
 ) -> Iterator[ShardTask]:
     """Yield the tasks whose shards are not finished. Every dialogue of the plan goes into its table, so every run
@@ -317,7 +315,7 @@ def _tasks(
     for task in plan.tasks():
         progress.expect(plan.expected_tokens)
         if task.split in tables:
-            tables[task.split].write_batch(text_batch(task.in_order, manifest.spec))
+            tables[task.split].batches.write_batch(text_batch(task.in_order, manifest.spec))
         name = shard_name(task.split, task.index)
         if task.split in _sets_to_store(recipe) and not task.is_done(finished.get(name), recipe):
             yield task

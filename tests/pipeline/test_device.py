@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.basics.accelerator import pad_width
 from pipeline.decoding.config import LoadedMethod
 from pipeline.decoding.generate import Sampling, decode_speculative, prefill
 from pipeline.drafts import make_objective
+from pipeline.drafts.parallel import dflash, p_eagle
+from pipeline.drafts.parallel.dflash import bundle_anchors
+from pipeline.drafts.parts import steps
 from pipeline.features.batch import Batch, collate, collate_packed
 from pipeline.features.schema import TextRow
 from pipeline.lm import attention
@@ -115,13 +119,21 @@ def expected_waits(name: str) -> int:
     return config.ttt_steps if top_k and config.experts > top_k else 0
 
 
+def compute_as_the_device_does(monkeypatch) -> None:
+    """Make CPU tensors take the simulated device's shapes and kernels: others round differently on some CPUs."""
+    monkeypatch.setattr(attention, "PER_HEAD", ())
+    monkeypatch.setattr(steps, "find_kernel", lambda *_: None)
+    monkeypatch.setattr(p_eagle, "pad_width", lambda inputs, _: pad_width(inputs, DEVICE))
+    monkeypatch.setattr(dflash, "bundle_anchors", lambda *arguments: bundle_anchors(*arguments[:4], is_fixed=True))
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed, in chunks"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_training_micro_batch_is_the_cpus_and_is_not_waited_for(loaded_target, embed_head, monkeypatch, name, packed):
     monkeypatch.setattr("pipeline.drafts.parts.objective.chunk_rows", lambda *_: 7 if packed else 1 << 20)
     draft = make_draft(loaded_target, embed_head, VARIANTS[name]).train().requires_grad_(True)
     batch = batch_for(draft, packed)
-    monkeypatch.setattr(attention, "PER_HEAD", ())  # the device's shapes: other shapes round differently on some CPUs
+    compute_as_the_device_does(monkeypatch)
     want_loss, want_sums, want = compute_gradients(draft, batch)
     loaded_target.unhook()
     # A copy, since moving it would move the other draft's.

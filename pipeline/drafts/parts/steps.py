@@ -149,7 +149,7 @@ class _OverSteps(torch.autograd.Function):
         scores = [_scores(mask, n, query, keys[n - 1], scale) for n in range(2, mask.number + 1)]
         if scores:
             merged_BHT = torch.stack([lse_BHT, *scores]).logsumexp(0)
-            result = out.float() * (lse_BHT - merged_BHT).exp()[..., None]
+            result = out.to(_exact(query)) * (lse_BHT - merged_BHT).exp()[..., None]
             for number, score_BHT in enumerate(scores, start=2):
                 weight, part = mask.part(number, (score_BHT - merged_BHT).exp()), mask.part(number, result)
                 part += weight[..., None] * _repeat_groups(values[number - 1], part)
@@ -163,12 +163,13 @@ class _OverSteps(torch.autograd.Function):
         query, out, lse_BHT, *keys_values = ctx.saved_tensors
         (keys, values), mask, scale, grad_out = _split_halves(keys_values), ctx.mask, ctx.scale, grads[0]
         first = ctx.first.backward(grad_out, query, keys[0], values[0], out, lse_BHT, scale)
-        grad_query, grad_keys, grad_values = first[0].float(), [first[1]], [first[2]]
-        delta_BHT = (grad_out.float() * out).sum(-1)
+        grad_query, grad_keys, grad_values = first[0].to(_exact(query)), [first[1]], [first[2]]
+        delta_BHT = (grad_out.to(_exact(query)) * out).sum(-1)
         for number in range(2, mask.number + 1):
             key, value = keys[number - 1], values[number - 1]
             grad_part, query_part, delta, into = (
-                mask.part(number, x) for x in (grad_out.float(), query.float(), delta_BHT, grad_query)
+                mask.part(number, x)
+                for x in (grad_out.to(_exact(query)), query.to(_exact(query)), delta_BHT, grad_query)
             )
             weight = mask.part(number, (_scores(mask, number, query, key, scale) - lse_BHT).exp())
             grad_weight = (grad_part * _repeat_groups(value, grad_part)).sum(-1)
@@ -177,6 +178,11 @@ class _OverSteps(torch.autograd.Function):
             grad_keys.append(_sum_groups(grad_score * query_part, key))
             grad_values.append(_sum_groups(weight[..., None] * grad_part, value))
         return None, None, None, grad_query.to(query.dtype), *grad_keys, *grad_values
+
+
+def _exact(query: Tensor) -> torch.dtype:
+    """Return the dtype in which scores are computed and parts are added up."""
+    return torch.promote_types(query.dtype, torch.float32)
 
 
 def _split_halves(keys_values: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -197,9 +203,9 @@ def _sum_groups(grad: Tensor, like: Tensor) -> Tensor:
 
 
 def _scores(mask: StepMask, number: int, query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """Return each query's score of its key of step `number`, float32 (B, H, T); minus infinity where it has none."""
-    scores = query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
-    queries = mask.part(number, query).float()
+    """Return each query's score of its key of step `number`, (B, H, T); minus infinity where it has none."""
+    scores = query.new_full(query.shape[:3], -math.inf, dtype=_exact(query))
+    queries = mask.part(number, query).to(_exact(query))
     products = (queries * _repeat_groups(key, queries)).sum(-1) * scale
     mask.part(number, scores).copy_(products.masked_fill(~mask.has_key(number), -math.inf))
     return scores
@@ -209,7 +215,7 @@ def _scores(mask: StepMask, number: int, query: Tensor, key: Tensor, scale: floa
 
 
 class Kernel:
-    """Attention to the first step's keys, with the logarithm of the summed exponentials, float32 (B, H, T)."""
+    """Attention to the first step's keys, with the logarithm of the summed exponentials (B, H, T)."""
 
     def __init__(self, mask: StepMask, query: Tensor): ...
 
@@ -232,7 +238,7 @@ class CpuKernel(Kernel):
         self._pieces = list(mask.pieces(query.dtype, query.device))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse = torch.zeros_like(query), query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
+        out, lse = torch.zeros_like(query), query.new_full(query.shape[:3], -math.inf, dtype=_exact(query))
         for piece in self._pieces:
             at, keys = (piece.rows, slice(None), piece.queries), (piece.rows, slice(None), piece.keys)
             out[at], lse[at] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -283,7 +289,7 @@ class FlashKernel(Kernel):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         if not self._longest:
-            return torch.zeros_like(query), query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
+            return torch.zeros_like(query), query.new_full(query.shape[:3], -math.inf, dtype=_exact(query))
         places, ends = (self._queries_N, self._keys_N, self._keys_N), (self._ends, self._ends)
         inputs = (self._gather(x, place) for x, place in zip((query, key, value), places, strict=True))
         out, lse_HN, self._random = torch.ops.torch_attn._varlen_attn(
