@@ -11,6 +11,7 @@ import torch
 import infra.check.__main__ as check
 from infra.check.parts import PARTS, shape_that_fits
 from infra.check.shapes import SHAPES, CheckSettings
+from infra.check.timing import judge
 from pipeline.basics.errors import PipelineError
 from pipeline.lm.model import Target, load_embed_head
 from tests.kit import run_warm
@@ -18,8 +19,8 @@ from tests.kit import run_warm
 
 @pytest.mark.real
 @pytest.mark.long
-def test_every_part_runs_on_a_cpu_with_a_tiny_shape():
-    done = run_warm([sys.executable, "-m", "infra.check"], CUDA_VISIBLE_DEVICES="")
+def test_every_part_runs_on_a_cpu_with_a_tiny_shape(tmp_path):
+    done = run_warm([sys.executable, "-m", "infra.check", "--out", str(tmp_path / "kept")], CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(done.stdout.strip().splitlines()[-1])
     parts = figures["parts"]
@@ -37,8 +38,23 @@ def test_every_part_runs_on_a_cpu_with_a_tiny_shape():
     assert all(
         result["tau"] > 1.5 and result["gate"]["identical"] == result["gate"]["checked"] > 0 for result in greedy
     )
-    for part in ("dump", "train-eagle", "train-jakiro"):
-        assert parts[part]["tokens_per_s"] > 0 and parts[part]["planned_tokens_per_s"] > 0
+    for part in ("dump", "dump-float8"):
+        assert (
+            parts[part]["tokens_per_s"] > 0 and parts[part]["bare_tokens_per_s"] > 0 and len(parts[part]["goals"]) == 1
+        )
+    for part in (*(name for name in PARTS if name.startswith("train-")), "p-eagle"):
+        assert min(parts[part]["tokens_per_s"]) > 0 and parts[part]["bare_tokens_per_s"] > 0
+        assert len(parts[part]["goals"]) == 2
+    assert min(
+        parts["widths"][f"{name}_{turn}_ms"] for name in ("default", "without_cudnn") for turn in ("new", "again")
+    )
+    assert parts["steps"]["kernel"] == "CpuKernel" and parts["steps"]["merged_ms"] > 0
+    assert 0 < parts["loss"]["of_these_a_copy_ms"] < parts["loss"]["eager_ms"]
+    for draft in ("eagle", "jakiro"):
+        rounds = {key: parts["rounds"][f"{kind}_{draft}_round_ms"] for key, kind in (("a", "eager"), ("b", "compiled"))}
+        assert min(rounds.values()) > 0 and parts["rounds"][f"eager_{draft}_operators"]["round"] > 100
+    assert {path.stem for path in (tmp_path / "kept").glob("*.json")} == set(PARTS)
+    assert "Goals missed" not in done.stdout, "a tiny shape says nothing about speed"
     for part in ("costs", "compiled"):
         assert {"1", "10", "12"} <= set(parts[part]["verify_ms"]) and parts[part]["plain_ms"] > 0
     assert {"eagle_round_ms", "jakiro_round_ms"} <= set(parts["costs"]) and parts["compiled"]["compile_s"] > 0
@@ -128,3 +144,16 @@ def test_a_failed_gate_is_printed_first():
     assert text.startswith("failed: dump.\nNOT LOSSLESS: lossless.\n")
     assert "| lossless | float32, compiled, T = 0, eagle | NOT LOSSLESS: 3 of 4 identical" in text
     assert "| dump | error | out of \\| memory |" in text
+
+
+def test_goals_that_a_gpu_misses_are_said_and_fail_nothing():
+    goals = judge({"speed over bare": (0.58, ">=", 0.85), "round": (1.3, "<=", 1.35)})
+    assert goals == {"goals": {"speed over bare >= 0.85": "MISSED: 0.58", "round <= 1.35": "met: 1.3"}}
+    parts = {"machine": {"count": 1}, "train-eagle": {"tokens_per_s": 1.0, **goals}}
+    figures = {**check.list_failures(parts), "parts": parts}
+    assert figures["failed"] == []
+    text = check.format_figures(figures)
+    assert text.startswith(
+        "Every part ran, and nothing was lost.\nGoals missed: train-eagle, speed over bare >= 0.85: 0.58.\n"
+    )
+    assert "| train-eagle | round <= 1.35 | met: 1.3 |" in text

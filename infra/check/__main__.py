@@ -1,21 +1,27 @@
 """Measure this machine in one command: what is fast, what is slow, what fails, and whether decoding is lossless.
 
-    python -m infra.check [--shape 8b] [--minutes 10] [--parts dump,costs]
+    python -m infra.check [--shape 8b] [--minutes 10] [--parts dump,costs] [--out FOLDER]
 
 No network is needed. With a GPU the target is a random Llama of the shape of an 8B model, made in the GPU's memory;
 if it does not fit, of a 1B model. Without a GPU every part runs on a tiny shape: that shows that the part runs, but its
 figures say nothing about real models. The parts (docs/gpu.md explains each figure):
 
     machine        name, memory, versions, dtypes; a matrix product's speed and those of copies
-    lossless       the losslessness gate on a small random target, both dtypes, eager and compiled, T = 0 and T = 1
-    dump           tokens/s of a dump worker next to the plan's figure, which excludes writing
-    train-eagle    tokens/s of training steps next to the plan's figure, and a step's memory next to its formula
-    train-jakiro   the same for the draft jakiro
+    widths         masked attention at widths that are new, and at the same again
+    steps          the attention of the training-time test, merged and under a mask; the kernel that this device has
+    rounds         whole rounds of decoding next to plain tokens, eager and with the target compiled
+    train-NAME     tokens/s of training steps, twice, next to the bare forward and backward; a step's memory next to the
+                   plan's formula: eagle, jakiro, eagle3, dflash
+    dump           tokens/s of a dump worker next to the bare forward; dump-float8: with four states a token
     costs          the time of verifying n tokens, and of each part of a draft's round
+    loss           the vocabulary's cross-entropy and gradient, eager and compiled
+    p-eagle        its training, and the gradient that was not finite on an H200
+    lossless       the losslessness gate on a small random target, both dtypes, eager and compiled, T = 0 and T = 1
     compiled       the time of verifying, compiled
 
 On a GPU each part runs in its own process, so that a part that fails, hangs or exhausts the memory does not affect the
-others. The last line is JSON. Exit status 0: every part ran, and decoding was lossless; 1: the output says what failed.
+others. With --out each part's figures and log stay in FOLDER. The last line is JSON. Exit status 0: every part ran, and
+decoding was lossless; 1: the output says what failed. A goal that is missed is said, and fails nothing.
 """
 
 import argparse
@@ -38,12 +44,17 @@ from pipeline.running import children, entry, markdown
 from pipeline.running.crew import NO_GPUS
 
 LIMITS = {  # seconds after which a part is stopped
-    "machine": 120,
+    "machine": 60,
+    "widths": 40,
+    "steps": 40,
+    "rounds": 150,
+    **dict.fromkeys(("train-eagle", "train-jakiro", "train-eagle3", "train-dflash"), 90),
+    "dump": 70,
+    "dump-float8": 70,
+    "costs": 60,
+    "loss": 60,
+    "p-eagle": 60,
     "lossless": 180,
-    "dump": 150,
-    "train-eagle": 150,
-    "train-jakiro": 150,
-    "costs": 150,
     "compiled": 240,
 }
 MIN_SECONDS = 15  # a part is not started with fewer seconds left
@@ -121,15 +132,24 @@ def format_figures(figures: Figures) -> str:
     """Format the failures, then all figures as a Markdown table."""
     bad = {"failed": figures["failed"], "NOT LOSSLESS": figures["not_lossless"]}
     lines = [f"{label}: {', '.join(names)}." for label, names in bad.items() if names]
+    lines = lines or ["Every part ran, and nothing was lost."]
+    on_gpu = "count" in figures["parts"].get("machine", {})  # elsewhere a tiny shape says nothing about speed
+    missed = [
+        f"{name}, {goal}: {verdict.removeprefix('MISSED: ')}"
+        for name, part in figures["parts"].items()
+        for goal, verdict in part.get("goals", {}).items()
+        if on_gpu and verdict.startswith("MISSED")
+    ]
+    lines += [f"Goals missed: {'; '.join(missed)}."] if missed else []
     rows = [[name, *row] for name, part in figures["parts"].items() for row in _figure_rows(part)]
     table = markdown.format_table(["part", "what", "figure"], rows)
-    return "\n".join([*(lines or ["Every part ran, and nothing was lost."]), "", table])
+    return "\n".join([*lines, "", table])
 
 
 def _figure_rows(part: Figures) -> list[list[str]]:
     rows: list[list[str]] = []
     for name, figure in part.items():
-        if name == "proofs":
+        if name in ("proofs", "goals"):
             rows += [[method, proof] for method, proof in figure.items()]
         elif name != "results" and figure is not None:
             rows.append([name.replace("_", " "), _format_figure(figure).replace("|", "\\|")])
@@ -149,6 +169,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="auto", help="shape of the random target")
     parser.add_argument("--minutes", type=float, default=10, help="time limit of all parts together")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(LIMITS), help="NAME,NAME,...")
+    parser.add_argument("--out", type=Path, help="folder for each part's figures and log; default: none are kept")
     arguments = parser.parse_args()
     if unknown := [part for part in arguments.parts if part not in LIMITS]:
         parser.error(f"--parts {unknown[0]}: there are {', '.join(LIMITS)}")
@@ -161,6 +182,10 @@ def main() -> None:
                 f"{folder} has less than {MIN_DISK / 1e9:.0f} GB of free disk: set TMPDIR to a folder with more"
             )
         parts = measure(gpu, arguments.shape, arguments.parts, arguments.minutes, Path(folder))
+        if arguments.out:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            for path in [*Path(folder).glob("*.json"), *Path(folder).glob("*.log")]:
+                shutil.copy(path, arguments.out)
     figures = {"day": time.strftime("%Y-%m-%d"), **list_failures(parts), "parts": parts}
     print(f"\n{format_figures(figures)}\n")
     print(json.dumps(figures))

@@ -20,7 +20,9 @@ import pyarrow as pa
 import torch
 from torch._dynamo.utils import counters
 
+from infra.check.kernels import measure_loss, measure_steps, measure_widths
 from infra.check.lossless import measure_lossless
+from infra.check.rounds import measure_rounds
 from infra.check.shapes import (
     GIB,
     SHAPES,
@@ -29,44 +31,20 @@ from infra.check.shapes import (
     native_dtypes,
     new_methods,
     random_documents,
-    write_random_features,
 )
+from infra.check.timing import judge, peak_memory, time_call
+from infra.check.training import measure_p_eagle, measure_training
 from infra.plan import speeds as plan_speeds
-from infra.plan.memory import step_bytes
-from pipeline.artifacts.features import feature_spec
 from pipeline.artifacts.provenance import LIBRARIES, hardware, revision
-from pipeline.basics.accelerator import synchronized_time
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_json
 from pipeline.decoding.generate import Sampling, decode_speculative
-from pipeline.drafts import build, make_objective, parameter_count
-from pipeline.drafts.parts.layers import draft_shapes
-from pipeline.features.shards import FeatureStore
 from pipeline.lm.attention import causal_mask
-from pipeline.lm.model import DTYPES, Target, load_config, load_embed_head
+from pipeline.lm.model import DTYPES, Target
 from pipeline.running import entry
 from preprocess.dump.task import ShardTask
-from train.engine.engine import TrainingEngine, start_distributed
-from train.input.data import Batches
-from train.start import new_draft
 
-CALLS = 10  # timed calls, after one that warms up
-STEPS = 20  # of training
 VERIFIED = (16, 4, 32, 8, 96, 2, 24, 48)  # tokens whose verification is timed, as far as there is time
-
-
-def time_call(work: Callable[[], Any]) -> float:
-    """Return the mean seconds of a call, over `CALLS` after one that warms up."""
-    work()
-    begin = synchronized_time(torch.device(device()))
-    for _ in range(CALLS):
-        work()
-    return (synchronized_time(torch.device(device())) - begin) / CALLS
-
-
-def peak_memory() -> dict[str, float]:
-    """Return the largest GPU memory that this process has allocated, in GiB."""
-    return {"peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 2)} if device() == "cuda" else {}
 
 
 # -- the machine -------------------------------------------------------------------------------------------------
@@ -133,9 +111,11 @@ def measure_speeds(settings: CheckSettings) -> dict[str, float]:
 # -- what things cost --------------------------------------------------------------------------------------------
 
 
-def measure_dump(settings: CheckSettings) -> dict[str, Any]:
+def measure_dump(settings: CheckSettings, *overrides: str) -> dict[str, Any]:
     """Measure the tokens/s of a dump worker with writing, and the plan's figure, which excludes writing."""
     recipe, folder = settings.recipe(), settings.folder / "shards"
+    if overrides:
+        recipe = settings.recipe_of(settings.folder / "target", *overrides)
     folder.mkdir(exist_ok=True)
     dialogues = random_documents(recipe, settings.shape)
     tasks = [ShardTask("train", index, dialogues[index::2]) for index in (0, 1)]
@@ -146,54 +126,9 @@ def measure_dump(settings: CheckSettings) -> dict[str, Any]:
         raise PipelineError(f"{len(dialogues) - rows} of {len(dialogues)} dialogues have no finite states")
     shutil.rmtree(folder)
     tokens = sum(len(document.input_ids) for document in dialogues)
-    return _compare_speeds(tokens / seconds, plan_speeds.worker_speed(worker, dialogues)) | peak_memory()
-
-
-def measure_training(name: str, settings: CheckSettings) -> dict[str, Any]:
-    """Measure the tokens/s of training steps with reading and collating, and the plan's figure, which excludes both;
-    on a GPU also a step's memory, next to the plan's formula.
-    """
-    start_distributed()
-    recipe = settings.recipe()
-    if not recipe.paths.features.exists():
-        write_random_features(recipe, settings.shape)
-    store = FeatureStore(recipe.paths.shards, "train", feature_spec(recipe))
-    draft = new_draft(recipe, name, load_embed_head(recipe.target), store)
-    objective = make_objective(draft.config)
-    batches = Batches(store, recipe.train, objective, draft.needs, recipe.seed, 0, 1)
-    parts = batches.accumulation, batches.order.steps, settings.folder / name, name
-    engine = TrainingEngine(draft, objective.loss, recipe.train, *parts)
-    draft.move_embed_head(engine.device, engine.dtype)
-    ready = batches.from_step(0, engine.device)
-    engine.advance(next(ready)[1])  # allocates the optimizer's moments
-    if device() == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    tokens, waited, begin = 0, 0.0, synchronized_time(engine.device)
-    for _ in range(STEPS):
-        wait_begin = time.perf_counter()
-        _, micro_batches = next(ready)
-        waited += time.perf_counter() - wait_begin
-        engine.advance(micro_batches)
-        tokens += sum(batch.tokens_BT.numel() for batch in micro_batches)
-    seconds = synchronized_time(engine.device) - begin
-    figures = {"waiting_for_data": round(waited / seconds, 4), "parameters": parameter_count(draft)}
-    if device() == "cuda":
-        with torch.device("meta"):
-            shaped = build(recipe.draft[name], draft_shapes(load_config(recipe.target)))
-        figures["step_gib"] = round((torch.cuda.max_memory_allocated() - before) / GIB, 2)
-        figures["formula_gib"] = round(step_bytes(recipe, shaped) / GIB, 2)
-    length = tokens // (STEPS * recipe.train.global_batch)
-    planned = plan_speeds.training_speed(recipe, name, length, seconds=5 if device() == "cuda" else 0)
-    return _compare_speeds(tokens / seconds, planned) | figures | peak_memory()
-
-
-def _compare_speeds(rate: float, planned: float) -> dict[str, float]:
-    return {
-        "tokens_per_s": round(rate, 1),
-        "planned_tokens_per_s": round(planned, 1),
-        "ratio": round(rate / planned, 4),
-    }
+    bare = plan_speeds.worker_speed(worker, dialogues)
+    figures = {"tokens_per_s": round(tokens / seconds, 1), "bare_tokens_per_s": round(bare, 1)}
+    return figures | judge({"a dump's speed over bare": (tokens / seconds / bare, ">=", 0.9)}) | peak_memory()
 
 
 def measure_costs(settings: CheckSettings) -> dict[str, Any]:
@@ -254,13 +189,19 @@ def _time_verification(settings: CheckSettings, target: Target, sizes: list[int]
     return {"context": context, "plain_ms": round(1e3 * time_call(partial(pass_of, 1)), 3), "verify_ms": verified}
 
 
+FOUR_STATES = ('draft.eagle3={kind="eagle3"}', "features.stored_dtype=float8_e4m3fn")
 PARTS: dict[str, Callable[[CheckSettings], dict[str, Any]]] = {
     "machine": measure_machine,
-    "lossless": measure_lossless,
+    "widths": measure_widths,
+    "steps": measure_steps,
+    "rounds": measure_rounds,
+    **{f"train-{name}": partial(measure_training, name) for name in ("eagle", "jakiro", "eagle3", "dflash")},
     "dump": measure_dump,
-    "train-eagle": partial(measure_training, "eagle"),
-    "train-jakiro": partial(measure_training, "jakiro"),
+    "dump-float8": lambda settings: measure_dump(settings, *FOUR_STATES),
     "costs": measure_costs,
+    "loss": measure_loss,
+    "p-eagle": measure_p_eagle,
+    "lossless": measure_lossless,
     "compiled": measure_compiled_costs,
 }
 

@@ -69,6 +69,7 @@ SHAPES = {  # largest first: without --shape the first one that fits is taken
             "data.max_length=48",
             "features.batch_tokens=256",
             "train.global_batch=4",
+            "train.pack_tokens=48",
             "eval.methods.jakiro.tree={depth=3, top_k=3, nodes=10, parallel=2}",
             "eval.methods.eagle.tree={depth=3, top_k=3, nodes=10}",
         ),
@@ -175,6 +176,9 @@ def write_random_features(recipe: Recipe, shape: Shape) -> None:
             document.input_ids,
             document.loss_mask,
             torch.randn(len(document.input_ids), spec.hidden_size, generator=generator).to(dtype),
+            torch.randn(len(document.input_ids), spec.auxiliary, spec.hidden_size, generator=generator).to(dtype)
+            if spec.auxiliary
+            else None,
         )
         for document in random_documents(recipe, shape)
     ]

@@ -1,0 +1,109 @@
+"""Parts of `infra.check` that time single kernels of training: attention of new widths, the training-time test's
+attention, the vocabulary losses.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+from infra.check.shapes import CheckSettings, device
+from infra.check.timing import judge, time_call
+from pipeline.basics.accelerator import WIDTH_STEP, synchronized_time
+from pipeline.drafts.parts import steps
+from pipeline.drafts.parts.losses import _soft_ce
+from pipeline.drafts.parts.steps import StepMask, attend, find_kernel
+from pipeline.lm.attention import WITHOUT_CUDNN, additive_mask, causal_mask
+from pipeline.lm.model import DTYPES
+
+WIDTHS = 10  # number of widths that are new to cuDNN
+TTT_STEPS = 7  # as EAGLE-3's
+LOSS_ROWS = 1024
+
+
+def _random(settings: CheckSettings, *shape: int) -> Tensor:
+    dtype = DTYPES[settings.half_dtype]
+    return torch.randn(shape, device=device(), dtype=dtype, requires_grad=True)
+
+
+def _heads(settings: CheckSettings) -> tuple[int, int, int]:
+    """Return the heads, the heads of keys and values, and the width of a head."""
+    config = settings.shape.config
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    return heads, groups, config["hidden_size"] // heads
+
+
+def measure_widths(settings: CheckSettings) -> dict[str, Any]:
+    """Time masked attention, forward and backward, at widths that have not occurred, then at the same again; by default
+    and without cuDNN. Training rounds widths up to multiples of `WIDTH_STEP`: what a new one costs, it saves.
+    """
+    heads, _, size = _heads(settings)
+
+    def seconds(width: int) -> float:
+        query, key, value = (_random(settings, 2, heads, width, size) for _ in range(3))
+        mask = additive_mask(causal_mask(0, width, query.device), query.dtype)[None, None]
+        begin = synchronized_time(query.device)
+        F.scaled_dot_product_attention(query, key, value, attn_mask=mask).sum().backward()
+        return synchronized_time(query.device) - begin
+
+    largest, figures = settings.recipe().data.max_length, {}
+    widths = [largest - 3 * number - 1 for number in range(WIDTHS)]
+    seconds(largest)  # loads the libraries
+    for name, kernels in (("default", None), ("without_cudnn", WITHOUT_CUDNN)):
+        for turn in ("new", "again"):
+            if kernels is None:
+                took = [seconds(width) for width in widths]
+            else:
+                with sdpa_kernel(kernels):
+                    took = [seconds(width) for width in widths]
+            figures[f"{name}_{turn}_ms"] = round(1e3 * sum(took) / WIDTHS, 3)
+    return figures | {"rounded_to": WIDTH_STEP}
+
+
+def measure_steps(settings: CheckSettings) -> dict[str, Any]:
+    """Time the attention of the last step of EAGLE-3's training-time test, forward and backward: merged, and under a
+    mask over the keys of all steps. The goal: a device has a kernel for the merged form, and it is faster.
+    """
+    heads, groups, size = _heads(settings)
+    width, module = min(settings.recipe().data.max_length, 2048), torch.nn.Module()
+    module.num_key_value_groups = heads // groups  # type: ignore[assignment]
+    query = _random(settings, 2, heads, width, size)
+    keys, values = ([_random(settings, 2, groups, width, size) for _ in range(TTT_STEPS)] for _ in range(2))
+    places = torch.arange(width, device=query.device)
+    mask = StepMask(TTT_STEPS, places, [(slice(None), 0, width)])
+
+    def attention() -> None:
+        attend(module, query, keys, values, mask, scaling=size**-0.5)[0].sum().backward()
+
+    kernel = find_kernel(query.device, query.dtype, heads, groups, size)
+    figures = {"kernel": kernel.__name__ if kernel else "none", "merged_ms": round(1e3 * time_call(attention), 3)}
+    found = steps.find_kernel
+    steps.find_kernel = lambda *_: None  # type: ignore[assignment]
+    try:
+        figures["masked_ms"] = round(1e3 * time_call(attention), 3)
+    finally:
+        steps.find_kernel = found
+    ratio = figures["masked_ms"] / figures["merged_ms"]
+    return figures | {"ratio": round(ratio, 3)} | judge({"masked over merged": (ratio, ">=", 1.0)})
+
+
+def measure_loss(settings: CheckSettings) -> dict[str, Any]:
+    """Time the soft cross-entropy of rows over the vocabulary with its gradient, eager and compiled, per 1,000 rows;
+    and a copy of one of its tensors, which both need once.
+    """
+    vocabulary = settings.shape.config["vocab_size"]
+    rows = min(LOSS_ROWS, (1 << 28) // vocabulary)
+    logits = torch.randn(2, rows, vocabulary, device=device())
+    p, log_q = logits[0].softmax(-1), logits[1].log_softmax(-1)
+    text = torch.zeros(rows, dtype=torch.long, device=device())
+    compiled: Callable = torch.compile(_soft_ce, **settings.compiler)
+    figures = {}
+    for name, loss in (("eager", _soft_ce), ("compiled", compiled)):
+        figures[f"{name}_ms"] = round(
+            1e6 * time_call(lambda loss=loss: loss(log_q.clone(), p, text, None, True)) / rows, 4
+        )
+    copied = time_call(log_q.clone)
+    return figures | {"of_these_a_copy_ms": round(1e6 * copied / rows, 4), "rows": rows}
