@@ -18,6 +18,7 @@ from infra.plan.__main__ import (
     find_warnings,
     format_disk_warning,
     make_plan,
+    warn_of_experts,
     warn_of_idle_gpus,
 )
 from infra.plan.memory import (
@@ -34,6 +35,7 @@ from infra.plan.memory import (
 )
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.progress import format_duration
+from pipeline.decoding.config import TreeConfig
 from pipeline.drafts import TrainedDraft, build, parameter_count
 from pipeline.drafts.eagle3 import Eagle3Config
 from pipeline.drafts.jakiro import JakiroConfig
@@ -239,6 +241,23 @@ def test_a_plan_warns_of_gpus_that_stay_idle(tiny_recipe, monkeypatch, gpus, sec
     lines = list(warn_of_idle_gpus(recipe))
     assert [line.rpartition("set ")[2] for line in lines] == warned
     assert list(warn_of_idle_gpus(changed(recipe, "target", device="cpu"))) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "nodes", "warned"),
+    [
+        ({"num_experts": 128, "num_experts_per_tok": 8}, 60, "reads about 125 of the 128 experts.*take 16 times"),
+        ({"n_routed_experts": 4, "num_experts_per_tok": 2}, 60, None),  # at most twice as many
+        ({"num_experts": 8, "num_experts_per_tok": 4}, 3, None),
+        ({"num_local_experts": 32, "num_experts_per_tok": 4}, 16, "reads about 28 of the 32 experts.*take 7 times"),
+        ({"num_experts": None}, 60, None),
+    ],
+)
+def test_a_plan_warns_of_trees_that_read_most_experts(tiny_recipe, monkeypatch, config, nodes, warned):
+    monkeypatch.setattr("infra.plan.__main__.load_config", lambda _: SimpleNamespace(**config))
+    recipe = changed(tiny_recipe, "eval", tree=TreeConfig(depth=2, top_k=8, nodes=nodes), methods={})
+    lines = list(warn_of_experts(recipe))
+    assert len(lines) == (warned is not None) and all(re.search(warned, line) for line in lines)
 
 
 def test_the_disk_warning_does_not_propose_the_dtype_that_is_used():

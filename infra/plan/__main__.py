@@ -299,6 +299,31 @@ def warn_of_idle_gpus(recipe: Recipe) -> Iterator[str]:
             )
 
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names of families
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "top_k_experts")
+MANY_TIMES = 2.0  # a token's experts
+
+
+def warn_of_experts(recipe: Recipe) -> Iterator[str]:
+    """Yield a line if a tree's tokens use many times a token's experts, each of which is then read from memory. A token
+    uses each expert with the same probability, independently of the others.
+    """
+    config = load_config(recipe.target)
+    experts, used = (
+        next((n for key in names if (n := getattr(config, key, None))), 0) for names in (EXPERTS, EXPERTS_PER_TOKEN)
+    )
+    nodes = max((recipe.tree(name).nodes for name in recipe.methods), default=0)
+    if not used or used >= experts or not nodes:
+        return
+    expected = experts * (1 - (1 - used / experts) ** nodes)
+    if expected > MANY_TIMES * used:
+        yield (
+            f"WARNING: a tree of {nodes} tokens reads about {expected:.0f} of the {experts} experts of a layer, a plain "
+            f"token {used}: verifying may take {expected / used:.0f} times as long. jakiro tune finds the tree that "
+            "pays, perhaps a short chain"
+        )
+
+
 def find_warnings(plan: ResourcePlan) -> Iterator[str]:
     recipe, steps = plan.recipe, plan.steps
     if slow := warn_of_emulation(recipe):
@@ -312,6 +337,7 @@ def find_warnings(plan: ResourcePlan) -> Iterator[str]:
             f"{math.ceil(recipe.features.workers / 2)}, or fewer features.rows_per_shard"
         )
     yield from warn_of_idle_gpus(recipe)
+    yield from warn_of_experts(recipe)
     if recipe.to_train and recipe.train.warms_up_throughout(steps):
         warm_up = recipe.train.warmup_steps
         yield f"WARNING: training refuses train.warmup_steps={warm_up} of about {steps:,} steps: lower it"
