@@ -318,9 +318,9 @@ def warn_of_experts(recipe: Recipe) -> Iterator[str]:
     expected = experts * (1 - (1 - used / experts) ** nodes)
     if expected > MANY_TIMES * used:
         yield (
-            f"WARNING: a tree of {nodes} tokens reads about {expected:.0f} of the {experts} experts of a layer, a plain "
-            f"token {used}: verifying may take {expected / used:.0f} times as long. jakiro tune finds the tree that "
-            "pays, perhaps a short chain"
+            f"WARNING: a tree of {nodes} tokens reads about {expected:.0f} of the {experts} experts of a layer, and a "
+            f"plain token {used}: verifying may take {expected / used:.0f} times as long. jakiro tune finds the tree "
+            "that pays, perhaps a short chain"
         )
 
 
