@@ -165,7 +165,7 @@ def test_a_plan_of_a_window_has_the_workers_that_keep_up_with_training(tiny_reci
     figures = make_plan(recipe, known_speeds).figures
     train_hours = figures["train: eagle: hours"] + figures["train: jakiro: hours"]
     assert figures["train: dump workers"] == math.ceil(figures["dump: hours"] / train_hours) == 9
-    assert 0.9 < figures["train: tokens of a rank"] < 1, "without padding it would be ten"
+    assert 0.9 < figures["train: working share"] < 1, "without padding it would be ten"
     assert figures["dump: hours"] > train_hours
     hours = {key.removesuffix(": hours"): value for key, value in figures.items() if key.endswith(": hours")}
     assert hours.pop("all") == pytest.approx(sum(hours.values()), abs=4e-6)  # on a CPU they share its cores
@@ -229,6 +229,7 @@ def test_hours_on_a_missing_device_are_unknown_without_its_speed(tiny_recipe, mo
         (8, {"features": {"workers": 4}, "eval": {"workers": 1}}, ["features.workers = 8", "eval.workers = 8"]),
         (8, {"features": {"workers": 8}, "eval": {"workers": 4, "gpus_per_worker": 2}}, []),
         (8, {"features": {"workers": 8, "gpus_per_worker": 0.5}, "eval": {"workers": 8}}, ["features.workers = 16"]),
+        (8, {"features": {"workers": 2, "gpus_per_worker": 3}, "eval": {"workers": 1, "gpus_per_worker": 5}}, []),
         (8, {"features": {"workers": 2, "gpus": (0, 1)}, "eval": {"workers": 8}}, []),
         (0, {"features": {"workers": 1}, "eval": {"workers": 1}}, []),
     ],
@@ -292,8 +293,8 @@ def test_ranks_default_to_the_gpus_of_the_recipe_or_the_machine():
         ("bfloat16", 0, 4, 2 + 2 + 12),
         ("float32", 1, 4, 4 + 4 + 2 + 4),  # ... + the bucket
         ("bfloat16", 1, 4, 2 + 2 + 4 + 3),
-        ("bfloat16", 2, 4, 2 + 1 + 3 + 2),
-        ("bfloat16", 3, 4, 0.5 + 1 + 3 + 2 + 2),  # ... + the whole weights of a validation
+        ("bfloat16", 2, 4, 2 + 1 + 3 + 6),  # a bucket, and its copy in float32
+        ("bfloat16", 3, 4, 0.5 + 1 + 3 + 4 + 2),  # ... + the whole weights of a validation
     ],
 )
 def test_memory_of_a_rank(tiny_recipe, dtype, stage, ranks, bytes_a_parameter):

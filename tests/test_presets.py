@@ -51,7 +51,7 @@ DRAFT = {  # for a Llama 3 of 8B
     "eagle-1": {"kind": "eagle", "fc_bias": True},
     "jakiro-eagle-3": {"kind": "jakiro", "frame": "eagle-3", "vocabulary": 32000},
     "eagle3": {"kind": "eagle3", "vocabulary": 32000},
-    "gumiho": {"kind": "gumiho", "regression_steps": 5700},
+    "gumiho": {"kind": "gumiho", "regression_steps": 8500},
     "medusa": {"kind": "medusa"},
     "hydra": {"kind": "hydra"},
     "hydra-plain": {"kind": "hydra", "prefix": False, "blocks": 1, "objective": "hard-ce"},
@@ -92,7 +92,7 @@ def written(name: str, folder) -> Recipe:
     """Return the recipe that `new` writes on a machine with four GPUs."""
     config, machine = configuration("llama3-instruct-8b"), first_recipe.Machine(4, 80e9)
     arguments = {"target": "OWNER/NAME", "data": None, "draft": name, "license": "llama3", "preset": "paper"}
-    source = first_recipe.DataSource(records=100_000, complete=False, usable=1.0, length=600.0, report="")
+    source = first_recipe.DataSource(records=100_000, complete=False, usable=1.0, length=1379.0, report="")
     config.max_position_embeddings = 8192
     out = folder / "my.toml"
     out.write_text(first_recipe.recipe_text(Namespace(**arguments, out=out), config, machine, 16e9, source))
@@ -103,7 +103,7 @@ def written(name: str, folder) -> Recipe:
 def test_a_preset_writes_what_the_papers_recipe_held(name, tmp_path):
     """Return all settings but those that depend on the machine, and the choice of weights to keep."""
     recipe = written(name, tmp_path)
-    packed = 2048 if TRAIN[name][1] <= 32 else None
+    packed = 2048 if TRAIN[name][1] <= 16 else None
     assert recipe.train == TrainConfig(**trained(name), ranks=4, keep="best", pack_tokens=packed)
     assert recipe.draft == {name: load_settings(DRAFT[name])}
     method = Method(tree=TreeConfig(**TREES.get(name, {})))

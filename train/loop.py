@@ -26,7 +26,7 @@ from pipeline.recipe.recipe import Recipe
 from pipeline.running.state import begin_resume_states
 from train import acceptance
 from train.engine.engine import BEST, TrainingEngine, add_sums
-from train.engine.ranks import fail_together, run_on_rank_0
+from train.engine.ranks import decide_on_rank_0, fail_together, run_on_rank_0
 from train.input.data import Batches
 from train.input.features import Stores, require_shared
 from train.input.order import vocabulary_coverage
@@ -234,7 +234,7 @@ class _Run:
         """Return whether a resume state is due after this step; by the clock of rank 0 if the recipe names no steps."""
         if every := self._config.checkpoint_every:
             return step % every == 0
-        return self._engine.decide(time.monotonic() - self._saved >= STATE_SECONDS)
+        return decide_on_rank_0(time.monotonic() - self._saved >= STATE_SECONDS, self._engine.device)
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
         if self._metrics:

@@ -7,6 +7,7 @@ if it does not fit, of a 1B model. Without a GPU every part runs on a tiny shape
 figures say nothing about real models. The parts (docs/gpu.md explains each figure):
 
     machine        name, memory, versions, dtypes; a matrix product's speed and those of copies
+    lossless       the losslessness gate on a small random target, both dtypes, eager and compiled, T = 0 and T = 1
     widths         masked attention at widths that are new, and at the same again
     steps          the attention of the training-time test, merged and under a mask; the kernel that this device has
     rounds         whole rounds of decoding next to plain tokens, eager and with the target compiled
@@ -16,7 +17,6 @@ figures say nothing about real models. The parts (docs/gpu.md explains each figu
     costs          the time of verifying n tokens, and of each part of a draft's round
     loss           the vocabulary's cross-entropy and gradient, eager and compiled
     p-eagle        its training, and the gradient that was not finite on an H200
-    lossless       the losslessness gate on a small random target, both dtypes, eager and compiled, T = 0 and T = 1
     compiled       the time of verifying, compiled
 
 On a GPU each part runs in its own process, so that a part that fails, hangs or exhausts the memory does not affect the
@@ -45,6 +45,7 @@ from pipeline.running.crew import NO_GPUS
 
 LIMITS = {  # seconds after which a part is stopped
     "machine": 60,
+    "lossless": 180,
     "widths": 40,
     "steps": 40,
     "rounds": 150,
@@ -54,7 +55,6 @@ LIMITS = {  # seconds after which a part is stopped
     "costs": 60,
     "loss": 60,
     "p-eagle": 60,
-    "lossless": 180,
     "compiled": 240,
 }
 MIN_SECONDS = 15  # a part is not started with fewer seconds left

@@ -192,6 +192,7 @@ def _time_verification(settings: CheckSettings, target: Target, sizes: list[int]
 FOUR_STATES = ('draft.eagle3={kind="eagle3"}', "features.stored_dtype=float8_e4m3fn")
 PARTS: dict[str, Callable[[CheckSettings], dict[str, Any]]] = {
     "machine": measure_machine,
+    "lossless": measure_lossless,
     "widths": measure_widths,
     "steps": measure_steps,
     "rounds": measure_rounds,
@@ -201,7 +202,6 @@ PARTS: dict[str, Callable[[CheckSettings], dict[str, Any]]] = {
     "costs": measure_costs,
     "loss": measure_loss,
     "p-eagle": measure_p_eagle,
-    "lossless": measure_lossless,
     "compiled": measure_compiled_costs,
 }
 

@@ -224,7 +224,7 @@ class CheckSettings:
         assignments += [
             f"{key}={self.half_dtype}" for key in ("target.dtype", "eval.dtype", "train.dtype", "features.stored_dtype")
         ]
-        assignments += ["features.workers=1", "train.ranks=1", "train.warmup_steps=0"]
+        assignments += ["features.workers=1", "train.ranks=1", "train.warmup_steps=0", "train.epochs=50"]
         return load_recipe(RECIPE, [*assignments, "data.source=none", *self.shape.overrides, *overrides])
 
 

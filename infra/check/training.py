@@ -41,6 +41,10 @@ def measure_training(name: str, settings: CheckSettings) -> dict[str, Any]:
     draft = new_draft(recipe, name, load_embed_head(recipe.target), store)
     objective = make_objective(draft.config)
     batches = Batches(store, recipe.train, objective, draft.needs, recipe.seed, 0, 1)
+    if batches.order.steps <= STEPS:
+        raise AssertionError(
+            f"the random features give {batches.order.steps} steps, and a turn takes {STEPS} more than 1"
+        )
     parts = batches.accumulation, batches.order.steps, settings.folder / name, name
     engine = TrainingEngine(draft, objective.loss, recipe.train, *parts)
     draft.move_embed_head(engine.device, engine.dtype)

@@ -11,8 +11,8 @@ are one JSON object instead, times in hours, sizes in bytes. Duplicates are not 
               a GPU share its speed. With features.keep = "window", training's tokens count as often as they are
               computed, by a simulation of its order of shards (memory.py). The dump then runs during the training: on
               a CPU, whose cores they share, both count, otherwise only the slower one, as if neither slowed the other
-              train: (passes x tokens + validations x validation tokens / 3) / the speed of all ranks, times the share
-              of a step in which they do not wait for the slowest (with padding)
+              train: (passes x tokens + validations x validation tokens / 3) / (the speed of all ranks x the share of
+              a step that is work: ranks wait for the slowest, and rows are padded)
               eval: answers x max_new_tokens x the time of a plain token / the workers, as if no draft were faster and
               no answer ended early. That makes up for what is not counted: the prefill, warm-ups, the rounds that the
               gate recomputes
@@ -60,7 +60,7 @@ VALIDATION_COST = 1 / 3  # relative to the cost of training on the same token
 FORMULA = "formula"
 SPEEDS = {  # flags with which a user gives the speeds of the planned machine
     "dump-speed": "tokens/s of a dump worker",
-    "train-speed": "tokens/s of one GPU training the draft",
+    "train-speed": "tokens/s of one GPU training the draft, without padding and waiting",
     "decode-ms": "ms a token of plain decoding",
 }
 
@@ -182,8 +182,8 @@ class ResourcePlan:
             rank_memory.append(memory.rank_bytes(recipe, draft, ranks))
             self.add_memory("train", f"{name}: memory", rank_memory[-1], "rank")
         if recipe.to_train:
-            text = f"{working:.0%} of the slowest rank's, with padding"
-            self.add_row("train", "tokens of a rank", working, text, "its order, simulated")
+            text = f"{working:.0%} of a step: ranks wait for the slowest, and rows are padded"
+            self.add_row("train", "working share", working, text, "its order, simulated")
         if config.together:
             self.add_memory("train", "memory of all", sum(rank_memory), "rank")
 
@@ -292,7 +292,7 @@ def warn_of_idle_gpus(recipe: Recipe) -> Iterator[str]:
     if not features.gpus:
         stages.insert(0, ("features", features.workers, recipe.worker_gpus or 1.0))
     for section, workers, each in stages:
-        if workers * each < gpus:
+        if int(gpus / each) > workers:
             yield (
                 f"WARNING: {section}.workers={workers} use {workers * each:g} of the {gpus} GPUs here: set "
                 f"{section}.workers = {int(gpus / each)}"

@@ -24,6 +24,7 @@ from pipeline.drafts.parts.layers import AttentionBlock, ResBlock, norm
 from pipeline.drafts.parts.losses import Term, term_names
 from pipeline.drafts.parts.names import FileFormat, Names
 from pipeline.drafts.parts.one_layer import Dense, Heads
+from pipeline.drafts.parts.steps import Mask
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
@@ -92,9 +93,7 @@ class Gumiho(Dense, EagleFrame):
     def block(self) -> AttentionBlock:
         return self.layers[-1]  # type: ignore[return-value]
 
-    def _trunk(
-        self, features_BTD: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Tensor | None, cache
-    ) -> Tensor:
+    def _trunk(self, features_BTD: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Mask, cache: Any) -> Tensor:
         x = self._join(features_BTD, tokens_BT)
         rope = self._rope[0].to(x.device)(x, positions_BT)
         for number, layer in enumerate(self.layers):

@@ -113,6 +113,7 @@ class Batch:
         width = self.tokens_BT.shape[1]
         if self.begins_BT is None:
             return [(slice(None), 0, width)]
+        assert len(self.lengths) == len(self.tokens_BT), "a packed batch has the lengths of its dialogues"
         spans = []
         for row, lengths in enumerate(self.lengths):
             ends = [0, *accumulate(lengths), width]

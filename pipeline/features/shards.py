@@ -221,7 +221,7 @@ def write_shard(
             tokens += row.tokens
             trained += row.trained_tokens
     return ShardRecord(
-        path.name, split, index, count, tokens, trained, path.stat().st_size, file.bytes.sha256, rejected
+        path.name, split, index, count, tokens, trained, path.stat().st_size, file.hashed.sha256, rejected
     )
 
 

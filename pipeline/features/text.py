@@ -4,13 +4,12 @@ Vocabulary statistics, packing, the order of batches and the number of steps dep
 """
 
 import hashlib
-import io
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -36,14 +35,21 @@ class TextRecord:
     sha256: str
 
 
-class HashedFile(io.RawIOBase):
+class HashedFile:
     """A file whose SHA-256 is computed in a thread while it is written: both release the GIL."""
 
     def __init__(self, path: Path):
         self._file, self._sha256, self._thread = path.open("wb", buffering=0), hashlib.sha256(), ThreadPoolExecutor(1)
 
-    def writable(self) -> bool:
-        return True
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
 
     def write(self, data: Any) -> int:
         """Write and hash all of `data`."""
@@ -57,7 +63,6 @@ class HashedFile(io.RawIOBase):
     def close(self) -> None:
         self._thread.shutdown()
         self._file.close()
-        super().close()
 
     @property
     def sha256(self) -> str:
@@ -65,8 +70,10 @@ class HashedFile(io.RawIOBase):
 
 
 class ArrowFile(NamedTuple):
+    """An Arrow file that is being written."""
+
     batches: pa.ipc.RecordBatchFileWriter
-    bytes: HashedFile
+    hashed: HashedFile
 
 
 @contextmanager

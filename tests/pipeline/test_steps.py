@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from pipeline.drafts.parts import steps
@@ -83,6 +84,7 @@ def varlen_forward(query, key, value, ends, key_ends, longest, _, causal, scale,
     """What torch documents of `varlen_attn`, by plain formulas: outputs (N, H, d), logarithms (H, N)."""
     assert causal == (window == [-1, 0]) and grouped and ends.tolist() == key_ends.tolist()
     assert longest == ends.diff().max() and ends.dtype == torch.int32
+    dtype, (query, key, value) = query.dtype, (x.float() for x in (query, key, value))  # as kernels accumulate
     out, logarithms = torch.empty_like(query), query.new_empty(query.shape[1], len(query))
     for begin, end in pairwise(ends.tolist()):
         keys, values = (x[begin:end].repeat_interleave(HEADS // GROUPS, 1) for x in (key, value))
@@ -93,11 +95,12 @@ def varlen_forward(query, key, value, ends, key_ends, longest, _, causal, scale,
         scores_HQK = scores_HQK.masked_fill(~visible, -math.inf)
         out[begin:end] = torch.einsum("hqk,khd->qhd", scores_HQK.softmax(-1), values)
         logarithms[:, begin:end] = scores_HQK.logsumexp(-1)
-    return out, logarithms, torch.zeros(2)
+    return out.to(dtype), logarithms, torch.zeros(2)
 
 
 def varlen_backward(grad, query, key, value, out, logarithms, ends, _, longest, __, causal, random, scale, window):
     """The gradient of flash attention from its output and logarithm, which may be those of more keys than `key`."""
+    dtype, (grad, query, key, value, out) = query.dtype, (x.float() for x in (grad, query, key, value, out))
     grads = [torch.zeros_like(x) for x in (query, key, value)]
     for begin, end in pairwise(ends.tolist()):
         keys, values = (x[begin:end].repeat_interleave(HEADS // GROUPS, 1) for x in (key, value))
@@ -113,7 +116,7 @@ def varlen_backward(grad, query, key, value, out, logarithms, ends, _, longest, 
             (2, torch.einsum("hqk,qhd->khd", weight, grad[part])),
         ):
             grads[index][part] = copies.unflatten(1, (GROUPS, -1)).sum(2)
-    return tuple(grads)
+    return tuple(x.to(dtype) for x in grads)
 
 
 @pytest.fixture
@@ -136,15 +139,35 @@ def test_the_gpus_kernel_gets_the_right_texts(monkeypatch, plain_varlen, layout,
         assert torch.allclose(merged, expected, rtol=1e-5, atol=2e-6)
 
 
-def test_a_kernel_is_used_only_if_it_is_exact(monkeypatch, plain_varlen):
-    shape = (torch.float32, HEADS, GROUPS, WIDTH)
-    assert is_exact(CpuKernel, CPU, *shape) and is_exact(FlashKernel, CPU, *shape)
-    assert find_kernel(CPU, *shape) is CpuKernel
-    monkeypatch.setattr(
-        torch.ops.torch_attn, "_varlen_attn_backward", lambda *a: tuple(1.01 * x for x in varlen_backward(*a))
-    )
-    assert not is_exact(FlashKernel, CPU, *shape)
-    assert find_kernel(torch.device("cuda"), *shape) is None, "float32 has no flash attention"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [False, True])
+def test_a_kernel_is_used_only_if_it_is_exact(monkeypatch, plain_varlen, dtype, window):
+    shape = (dtype, HEADS, GROUPS, WIDTH)
+    assert is_exact(CpuKernel, CPU, *shape, window) and find_kernel(CPU, *shape) is CpuKernel
+    assert is_exact(FlashKernel, CPU, *shape, window)
+    wrong = {
+        "_varlen_attn_backward": lambda *a: tuple(1.05 * x for x in varlen_backward(*a)),
+        "_varlen_attn": lambda *a: (lambda out, lse, rng: (out, lse + 0.1, rng))(*varlen_forward(*a)),
+    }
+    for name, function in wrong.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.ops.torch_attn, name, function)
+            assert not is_exact(FlashKernel, CPU, *shape, window), name
+    assert find_kernel(torch.device("cuda"), torch.float32, HEADS, GROUPS, WIDTH) is None, "it has no flash attention"
+
+
+def test_activation_checkpoints_do_not_see_the_check_of_a_kernel(plain_varlen):
+    """The check runs in the first forward alone, and the recomputed one saves what the first one saved."""
+    checked = []
+
+    def forward(x):
+        if not checked:
+            checked.append(is_exact(FlashKernel, CPU, torch.bfloat16, HEADS, GROUPS, WIDTH))
+        return (x.sin() * x).sum()
+
+    x = torch.randn(5, requires_grad=True)
+    checkpoint(forward, x, use_reentrant=False).backward()
+    assert checked == [True] and x.grad is not None
 
 
 def attention_flops(mask, count):

@@ -2,7 +2,8 @@
 
 torchrun --nproc-per-node 2 -m tests.train.sums DTYPE
 
-DTYPE: in which ranks exchange gradients. It prints one line for each ZeRO stage.
+DTYPE: in which ranks exchange gradients. It prints one line for each ZeRO stage, and
+what each rank decides of rank 0's and of rank 1's wish.
 """
 
 import os
@@ -17,6 +18,7 @@ from pipeline.recipe.sections import TrainConfig
 from pipeline.running import entry
 from train.engine.config import deepspeed_config
 from train.engine.engine import start_distributed
+from train.engine.ranks import decide_on_rank_0
 
 ROWS, WIDTH, ACCUMULATION = 64, 128, 2
 
@@ -54,6 +56,9 @@ def main() -> None:
         error = error_of_a_sum(stage, sys.argv[1])
         if dist.get_rank() == 0:
             sys.stdout.write(f"ZeRO-{stage}: {error:.1e}\n")
+    rank = dist.get_rank()
+    decisions = [decide_on_rank_0(value, torch.device("cpu")) for value in (rank == 0, rank == 1)]
+    sys.stdout.write(f"rank {rank} decides {decisions}\n")
 
 
 if __name__ == "__main__":

@@ -126,6 +126,22 @@ def test_ranks_get_equal_work(sharegpt, ranks, global_batch, micro_batch, pack_t
     assert share == pytest.approx(mean / slowest, abs=0.02), "a plan draws from a sample"
 
 
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "keys", "share"),
+    [
+        ([101], 2, {"global_batch": 4, "micro_batch": 2}, 1.0),  # 100 inputs each
+        ([101], 1, {"global_batch": 4, "micro_batch": 2, "pack_tokens": 250}, 0.8),  # two fit
+        ([101], 1, {"global_batch": 4, "micro_batch": 2, "pack_tokens": 400}, 1.0),
+        # one rank pads 21 to 101 or not, by chance: (2 x 100 or 120 or 2 x 20) of 200, 200 or 40, each as likely
+        ([21, 101], 1, {"global_batch": 2, "micro_batch": 2}, (200 + 2 * 120 + 40) / (200 + 2 * 200 + 40)),
+        ([21, 101], 2, {"global_batch": 2, "micro_batch": 1}, (200 + 2 * 120 + 40) / 2 / (100 + 2 * 100 + 20)),
+    ],
+)
+def test_the_working_share_of_simple_lengths(lengths, ranks, keys, share):
+    settings = config(epochs=1, **keys)
+    assert working_share(lengths, settings, ranks, torch.device("cpu")) == pytest.approx(share, abs=0.06)
+
+
 # -- windows --------------------------------------------------------------------------------------------------------
 
 ROWS = [range(first, min(first + 7, 37)) for first in range(0, 37, 7)]  # of the six shards, the last one's are two

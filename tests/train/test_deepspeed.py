@@ -173,6 +173,8 @@ def test_ranks_add_gradients_up_in_float32(dtype, least, most):
     done = run_command([*launcher, "-m", "tests.train.sums", dtype])
     errors = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("ZeRO-")]
     print(done.stdout)
+    for rank in (0, 1):
+        assert f"rank {rank} decides [True, False]" in done.stdout, "rank 0's wish alone counts, on every rank"
     assert len(errors) == 3 and all(least <= error <= most for error in errors), done.stderr
 
 

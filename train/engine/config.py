@@ -23,7 +23,7 @@ def deepspeed_config(config: TrainConfig, accumulation: int, parameters: int) ->
     if config.dtype != "float32" and config.zero_stage:
         derived["data_types"] = {"grad_accum_dtype": "fp32"}
     settings = _merge(derived, config.deepspeed, "train.deepspeed")
-    if config.dtype != "float32":  # ranks exchange gradients in float32, else their sum is rounded to half precision
+    if "data_types" in derived:  # ranks exchange gradients in float32 as well; ZeRO-0 rounds their sum in any case
         settings.setdefault("communication_data_type", "fp32")
     for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
         settings["zero_optimization"].setdefault(bucket, config.bucket_elements(parameters))

@@ -247,12 +247,6 @@ class TrainingEngine:
             totals.setdefault(b, {})[name] = value
         return totals
 
-    def decide(self, value: bool) -> bool:
-        """Return rank 0's value, on every rank."""
-        decision = torch.tensor(int(value and self.rank == 0), device=self.device)
-        dist.all_reduce(decision, op=dist.ReduceOp.MAX)
-        return bool(decision.item())
-
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the value of every rank, in the order of ranks."""
         values: list = [None] * self.ranks
@@ -365,6 +359,10 @@ class TrainingEngine:
     def _load_state(self, tag: str) -> None:
         ids_U = None if self._draft.token_ids_U is None else self._draft.token_ids_U.tolist()
         loaded, _ = self._engine.load_checkpoint(str(self._folder), tag=tag)
+        if self.device.type == "cuda":  # fused AdamW counts there; of a converted state the count is on the CPU
+            optimizer = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
+            for moments in optimizer.state.values():
+                moments["step"] = torch.as_tensor(moments["step"], dtype=torch.float32, device=self.device)
         problem = "cannot be loaded" if loaded is None else "has another vocabulary than the dump's texts give by now"
         if loaded is None or (ids_U is not None and ids_U != self._draft.token_ids_U.tolist()):
             raise PipelineError(f"{self._folder / tag} {problem}; remove {self._folder} to train from the start")

@@ -93,6 +93,13 @@ def join_on_loopback(backend: str, device: torch.device | None, timeout: timedel
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout, device_id=device)
 
 
+def decide_on_rank_0(value: bool, device: torch.device) -> bool:
+    """Return rank 0's value, on every rank. All ranks take part."""
+    decision = torch.tensor(int(value and dist.get_rank() == 0), device=device)
+    dist.all_reduce(decision, op=dist.ReduceOp.MAX)
+    return bool(decision.item())
+
+
 HEARTBEAT_SECONDS, SILENCE_SECONDS = 5.0, 60.0  # seconds
 _stopped = threading.Event()
 

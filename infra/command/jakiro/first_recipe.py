@@ -195,7 +195,9 @@ def recipe_text(
 ) -> str:
     """Return the recipe as TOML; `obstacle`: why the target cannot verify trees."""
     share, preset, paper = Share.of(machine, weights), load_presets()[args.draft], uses_paper_preset(args, machine)
-    pack_tokens = max_length_of(config, paper) if paper and preset.packs else None
+    longest = max_length_of(config, paper)
+    # A row holds at most two dialogues on average: a step is then not far from the paper's.
+    pack_tokens = longest if paper and preset.packs and 2 * source.length >= longest else None
     gpus = f"a machine with {machine.gpus} GPUs of {machine.bytes / GB:.0f} GB"
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters["toml"] = format_toml

@@ -10,7 +10,7 @@ from pipeline.recipe.sections import TrainConfig
 
 TABLE = jakiro.HOME / "infra/templates/presets.toml"
 NAMES = ("paper", "laptop")  # a quarter of an hour on a CPU
-FEW_ROWS = 32  # a step
+FEW_ROWS = 16  # a step
 
 
 class Preset(Section):

@@ -19,6 +19,7 @@ from pipeline.drafts.parts.layers import ROPES, UnregisteredModule
 from pipeline.drafts.parts.losses import Term
 from pipeline.drafts.parts.names import NO_OWN_VOCABULARY, FileFormat, Names
 from pipeline.drafts.parts.one_layer import FeatureDraft, Heads, OneLayerConfig
+from pipeline.drafts.parts.steps import Mask
 from pipeline.lm.states import Needs
 
 if TYPE_CHECKING:
@@ -120,9 +121,7 @@ class Mtp(FeatureDraft):
     def features(self, states_TSD: Tensor) -> Tensor:
         return states_TSD[..., 0, :]
 
-    def _trunk(
-        self, features_BTD: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Tensor | None, cache: Any
-    ) -> Tensor:
+    def _trunk(self, features_BTD: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Mask, cache: Any) -> Tensor:
         embedded = self.embed(tokens_BT, features_BTD)
         if self.form.zeroes_first:
             embedded = embedded.masked_fill((positions_BT == 0)[..., None], 0.0)

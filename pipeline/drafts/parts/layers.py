@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from pipeline.drafts.native.families import layer_shapes
-from pipeline.drafts.parts.steps import STEPS
+from pipeline.drafts.parts.steps import STEPS, Mask
 from pipeline.lm.attention import FULL, declared_positions
 from pipeline.lm.states import count_known_tokens
 
@@ -120,9 +120,7 @@ class AttentionBlock(nn.Module):
         for name, part in parts.items():
             self.add_module(name, part)
 
-    def attend(
-        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: DynamicCache | None
-    ) -> Tensor:
+    def attend(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask, cache: DynamicCache | None) -> Tensor:
         out, _ = self.self_attn(x_BTD, position_embeddings=rope, attention_mask=mask, past_key_values=cache)
         return out
 

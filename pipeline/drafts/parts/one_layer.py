@@ -20,7 +20,7 @@ from pipeline.drafts.parts.base import VocabularyConfig, WindowConfig
 from pipeline.drafts.parts.layers import AttentionBlock, layer_config, rotary, swiglu
 from pipeline.drafts.parts.losses import Term, term_names
 from pipeline.drafts.parts.module import TrainedDraft
-from pipeline.drafts.parts.steps import StepCache, StepMask
+from pipeline.drafts.parts.steps import Mask, StepCache, StepMask, ttt_mask
 from pipeline.lm.attention import additive_mask, causal_mask
 from pipeline.lm.cache import TreeCache
 from pipeline.lm.states import States
@@ -117,9 +117,7 @@ class FeatureDraft(TrainedDraft):
         """Return the layer's feature (..., D) for the target's states (..., S, D)."""
 
     @abstractmethod
-    def _trunk(
-        self, features_BTD: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Tensor | None, cache: Any
-    ) -> Tensor:
+    def _trunk(self, features_BTD: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Mask, cache: Any) -> Tensor:
         """Return what `heads` takes (B, T, D), for features and the tokens after them."""
 
     @abstractmethod
@@ -178,11 +176,13 @@ class FeatureDraft(TrainedDraft):
         """Run step `number` on the features `before_BTD`; return its heads, and keys and values of all steps so far."""
         tokens_BT, begins_BT = batch.tokens_BT, batch.begins_BT
         places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        mask: Any = None
+        mask: Mask = None
         if number > 1 or begins_BT is not None or self.config.window:
-            mask = StepMask(number, places, batch.spans, begins_BT, self.config.window)
-            if not self.merges_steps:
-                mask = additive_mask(mask.dense(), before_BTD.dtype)[:, None]
+            if self.merges_steps:
+                mask = StepMask(number, places, batch.spans, begins_BT, self.config.window)
+            else:
+                visible = ttt_mask(number, places, begins_BT, self.config.window)
+                mask = additive_mask(visible, before_BTD.dtype)[:, None]
 
         def run(before_BTD: Tensor, *keys_values: Tensor) -> tuple[Heads, tuple[Tensor, ...]]:
             # A new cache: `run` may run twice.
@@ -272,9 +272,7 @@ class OneLayer(FeatureDraft):
     def cached_tensors(self, cache: StepCache) -> tuple[Tensor, ...]:
         return *cache.keys, *cache.values
 
-    def _trunk(
-        self, features_BTD: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Tensor | None, cache: Any
-    ) -> Tensor:
+    def _trunk(self, features_BTD: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Mask, cache: Any) -> Tensor:
         x, residual = self.inputs(features_BTD, self.embed(tokens_BT, features_BTD))
         rope = self._rope[0].to(x.device)
         return residual + self.block.attend(x, rope(residual, positions_BT), mask, cache)

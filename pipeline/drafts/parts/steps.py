@@ -10,10 +10,12 @@ T queries cost T^2 / 2 scores a step and no mask; `ttt_mask` of one_layer.py, th
 """
 
 import importlib
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from pipeline.basics.accelerator import to_device
 from pipeline.lm.attention import additive_mask, causal_mask, grouped_attention
 
 STEPS = f"{__name__}.attention"  # the name of `attend` in transformers; a loaded release has its own
+log = logging.getLogger(__name__)
 Span = tuple[slice, int, int]  # rows, and the places of a text in them: the first, and the one after the last
 
 
@@ -70,7 +73,7 @@ class StepMask:
 
     def pieces(self, dtype: torch.dtype, device: torch.device) -> Iterator["Piece"]:
         """Yield the parts of the first step's attention: all of a text, or with a window block after block."""
-        shift = self.number - 1
+        shift, masks = self.number - 1, dict[tuple[int, int], Tensor]()
         for rows, begin, end in self.spans:
             count = end - begin - shift
             if count <= 0:
@@ -82,13 +85,20 @@ class StepMask:
                 queries, keys = (begin + shift + first, begin + shift + after), (begin + earliest, begin + after)
                 mask = None
                 if window < count:
-                    visible = causal_mask(first - earliest, after - first, device, window)
-                    mask = additive_mask(visible, dtype)[None, None]
+                    shape = first - earliest, after - first
+                    if shape not in masks:
+                        masks[shape] = additive_mask(causal_mask(*shape, device, window), dtype)[None, None]
+                    mask = masks[shape]
                 yield Piece(rows, slice(*queries), slice(*keys), mask)
+
+
+Mask = Tensor | StepMask | None  # of an attention; None: causal, or a single query
 
 
 @dataclass(frozen=True)
 class Piece:
+    """Queries and the keys of the first step that they see: a causal square, or what a mask leaves."""
+
     rows: slice
     queries: slice
     keys: slice
@@ -104,7 +114,7 @@ def attend(
     if not isinstance(mask, StepMask):
         return grouped_attention(module, query, keys[0], values[0], mask, **options)
     shape = query.shape[1], keys[0].shape[1], query.shape[3]
-    kernel = find_kernel(query.device, query.dtype, *shape)
+    kernel = find_kernel(query.device, query.dtype, *shape, mask.window is not None)
     if kernel is None:
         dense = additive_mask(mask.dense(), query.dtype)[:, None]
         return grouped_attention(module, query, torch.cat(keys, 2), torch.cat(values, 2), dense, **options)
@@ -146,10 +156,11 @@ class _OverSteps(torch.autograd.Function):
         keys, values = _split_halves(keys_values)
         first = kernel(mask, query)
         out, lse_BHT = first.forward(query, keys[0], values[0], scale)
-        scores = [_scores(mask, n, query, keys[n - 1], scale) for n in range(2, mask.number + 1)]
+        exact = query.to(_exact(query)) if mask.number > 1 else query
+        scores = [_scores(mask, n, exact, keys[n - 1], scale) for n in range(2, mask.number + 1)]
         if scores:
             merged_BHT = torch.stack([lse_BHT, *scores]).logsumexp(0)
-            result = out.to(_exact(query)) * (lse_BHT - merged_BHT).exp()[..., None]
+            result = out.to(exact.dtype) * (lse_BHT - merged_BHT).exp()[..., None]
             for number, score_BHT in enumerate(scores, start=2):
                 weight, part = mask.part(number, (score_BHT - merged_BHT).exp()), mask.part(number, result)
                 part += weight[..., None] * _repeat_groups(values[number - 1], part)
@@ -164,14 +175,14 @@ class _OverSteps(torch.autograd.Function):
         (keys, values), mask, scale, grad_out = _split_halves(keys_values), ctx.mask, ctx.scale, grads[0]
         first = ctx.first.backward(grad_out, query, keys[0], values[0], out, lse_BHT, scale)
         grad_query, grad_keys, grad_values = first[0].to(_exact(query)), [first[1]], [first[2]]
-        delta_BHT = (grad_out.to(_exact(query)) * out).sum(-1)
+        exact, exact_grad = query.to(_exact(query)), grad_out.to(_exact(query))
+        delta_BHT = (exact_grad * out).sum(-1)
         for number in range(2, mask.number + 1):
             key, value = keys[number - 1], values[number - 1]
             grad_part, query_part, delta, into = (
-                mask.part(number, x)
-                for x in (grad_out.to(_exact(query)), query.to(_exact(query)), delta_BHT, grad_query)
+                mask.part(number, x) for x in (exact_grad, exact, delta_BHT, grad_query)
             )
-            weight = mask.part(number, (_scores(mask, number, query, key, scale) - lse_BHT).exp())
+            weight = mask.part(number, (_scores(mask, number, exact, key, scale) - lse_BHT).exp())
             grad_weight = (grad_part * _repeat_groups(value, grad_part)).sum(-1)
             grad_score = (scale * weight * (grad_weight - delta))[..., None]
             into += grad_score * _repeat_groups(key, into)
@@ -204,8 +215,8 @@ def _sum_groups(grad: Tensor, like: Tensor) -> Tensor:
 
 def _scores(mask: StepMask, number: int, query: Tensor, key: Tensor, scale: float) -> Tensor:
     """Return each query's score of its key of step `number`, (B, H, T); minus infinity where it has none."""
-    scores = query.new_full(query.shape[:3], -math.inf, dtype=_exact(query))
-    queries = mask.part(number, query).to(_exact(query))
+    scores = query.new_full(query.shape[:3], -math.inf)
+    queries = mask.part(number, query)
     products = (queries * _repeat_groups(key, queries)).sum(-1) * scale
     mask.part(number, scores).copy_(products.masked_fill(~mask.has_key(number), -math.inf))
     return scores
@@ -217,7 +228,9 @@ def _scores(mask: StepMask, number: int, query: Tensor, key: Tensor, scale: floa
 class Kernel:
     """Attention to the first step's keys, with the logarithm of the summed exponentials (B, H, T)."""
 
-    def __init__(self, mask: StepMask, query: Tensor): ...
+    def __init__(self, mask: StepMask, query: Tensor):
+        """Prepare for the queries' shape, dtype and device."""
+        self._mask = mask
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return the output (B, H, T, d), 0 where a query sees no key, and the logarithm, there minus infinity."""
@@ -233,13 +246,9 @@ class Kernel:
 class CpuKernel(Kernel):
     """torch's kernel for processors, piece by piece."""
 
-    def __init__(self, mask: StepMask, query: Tensor):
-        super().__init__(mask, query)
-        self._pieces = list(mask.pieces(query.dtype, query.device))
-
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         out, lse = torch.zeros_like(query), query.new_full(query.shape[:3], -math.inf, dtype=_exact(query))
-        for piece in self._pieces:
+        for piece in self._mask.pieces(query.dtype, query.device):
             at, keys = (piece.rows, slice(None), piece.queries), (piece.rows, slice(None), piece.keys)
             out[at], lse[at] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 query[at], key[keys], value[keys], 0.0, piece.mask is None, attn_mask=piece.mask, scale=scale
@@ -250,7 +259,7 @@ class CpuKernel(Kernel):
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         grads = tuple(torch.zeros_like(x) for x in (query, key, value))
-        for piece in self._pieces:
+        for piece in self._mask.pieces(query.dtype, query.device):
             at, keys = (piece.rows, slice(None), piece.queries), (piece.rows, slice(None), piece.keys)
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad[at], query[at], key[keys], value[keys], out[at], lse[at], 0.0, piece.mask is None,
@@ -317,47 +326,87 @@ class FlashKernel(Kernel):
         )  # type: ignore[return-value]
 
 
-@cache
-def find_kernel(device: torch.device, dtype: torch.dtype, heads: int, groups: int, width: int) -> type[Kernel] | None:
+def find_kernel(
+    device: torch.device, dtype: torch.dtype, heads: int, groups: int, width: int, window: bool = False
+) -> type[Kernel] | None:
     """Return the kernel for queries of `heads` heads, over keys of `groups` heads, each of `width`; None where only a
-    mask works. An accelerator's kernel is used only if its result and gradients are the mask's on a small example.
+    mask works. An accelerator's kernel is used only if its result and gradients are the mask's on small examples.
     """
     if device.type == "cpu":
         return CpuKernel
     if device.type != "cuda" or dtype.itemsize != 2:
         return None
+    return _find_gpu_kernel(device, dtype, heads, groups, width, window)
+
+
+@cache
+def _find_gpu_kernel(
+    device: torch.device, dtype: torch.dtype, heads: int, groups: int, width: int, window: bool
+) -> type[Kernel] | None:
     try:
         importlib.import_module("torch.nn.attention.varlen")  # registers the functions
-        return FlashKernel if is_exact(FlashKernel, device, dtype, heads, groups, width) else None
-    except (ImportError, AttributeError, RuntimeError):  # an older torch, another GPU's kernels
-        return None
+        if is_exact(FlashKernel, device, dtype, heads, groups, width, window):
+            return FlashKernel
+        reason = "its results are not the mask's"
+    except torch.OutOfMemoryError:
+        raise
+    except (ImportError, AttributeError, RuntimeError) as error:  # an older torch, another GPU's kernels
+        reason = str(error).partition("\n")[0]
+    log.warning("no flash attention for the training-time test (%s): a mask takes more memory and time", reason)
+    return None
 
 
-@torch.enable_grad()
 def is_exact(
-    kernel: type[Kernel], device: torch.device, dtype: torch.dtype, heads: int, groups: int, width: int
+    kernel: type[Kernel],
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    groups: int,
+    width: int,
+    window: bool = False,
 ) -> bool:
-    """Return whether the attention and its gradients equal the mask's on two packed texts in step 2, within the dtype's
-    rounding.
+    """Return whether the attention and its gradients equal the mask's within the dtype's rounding: in steps 1 to 3, of
+    two rows of packed texts, some of them shorter than the step, others longer than a kernel's tile.
     """
-    generator, rows = torch.Generator().manual_seed(0), 24
-    shapes = [(1, count, rows, width) for count in (heads, *[groups] * 4, heads)]
-    *inputs, grad = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
-    begins_BT = torch.tensor([[0] * 9 + [9] * (rows - 9)], device=device)
-    places_T = torch.arange(rows, device=device)
-    mask, scale = StepMask(2, places_T, [(slice(None), 0, 9), (slice(None), 9, rows)], begins_BT), width**-0.5
-    results = []
-    for merged in (True, False):
-        query, *keys_values = (x.clone().requires_grad_() for x in inputs)
-        if merged:
-            out = _OverSteps.apply(kernel, mask, scale, query, *keys_values)
-        else:
-            keys, values = (
-                torch.cat([*part], 2).repeat_interleave(heads // groups, 1) for part in _split_halves(keys_values)
-            )
-            scores = (scale * query.float() @ keys.float().mT).masked_fill(~mask.dense()[:, None], -math.inf)
-            out = (scores.softmax(-1) @ values.float()).to(dtype)
-        results.append([out, *torch.autograd.grad(out, [query, *keys_values], grad)])
-    bound = 16 * torch.finfo(dtype).eps
+    ends, count = ([1, 3, 160, 300], [210, 211, 300]), 300
+    spans: list[Span] = []
+    begins_BT = torch.zeros(len(ends), count, dtype=torch.long)
+    for row, row_ends in enumerate(ends):
+        for begin, end in pairwise([0, *row_ends]):
+            spans.append((slice(row, row + 1), begin, end))
+            begins_BT[row, begin:end] = begin
+    places_T = torch.arange(count, device=device)
+    return all(
+        _is_exact_under(
+            kernel,
+            StepMask(number, places_T, spans, begins_BT.to(device), 40 if window else None),
+            dtype,
+            (heads, groups, width),
+        )
+        for number in (1, 2, 3)
+    )
+
+
+def _is_exact_under(kernel: type[Kernel], mask: StepMask, dtype: torch.dtype, sizes: tuple[int, int, int]) -> bool:
+    (heads, groups, width), generator = sizes, torch.Generator().manual_seed(0)
+    assert mask.begins_BT is not None
+    rows, count = mask.begins_BT.shape
+    shapes = [(rows, part, count, width) for part in (heads, *[groups] * 2 * mask.number, heads)]
+    *inputs, grad = (torch.randn(shape, generator=generator).to(mask.places_T.device, dtype) for shape in shapes)
+    results, scale = [], width**-0.5
+    # Activation checkpointing around the caller must not see what is saved here.
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        for merged in (True, False):
+            query, *keys_values = (x.clone().requires_grad_() for x in inputs)
+            if merged:
+                out = _OverSteps.apply(kernel, mask, scale, query, *keys_values)
+            else:
+                keys, values = (
+                    torch.cat([*part], 2).repeat_interleave(heads // groups, 1) for part in _split_halves(keys_values)
+                )
+                scores = (scale * query.float() @ keys.float().mT).masked_fill(~mask.dense()[:, None], -math.inf)
+                out = (scores.softmax(-1) @ values.float()).to(dtype)
+            results.append([out.detach(), *torch.autograd.grad(out, [query, *keys_values], grad)])
+    bound = max(4 * torch.finfo(dtype).eps, 1e-5)
     pairs = [(a.float(), b.float()) for a, b in zip(*results, strict=True)]
     return all(bool((a - b).abs().max() <= bound * b.abs().max()) for a, b in pairs)
