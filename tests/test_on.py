@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,21 @@ def test_a_stage_that_fails_ends_the_run(capfd):
         run.run_jobs([job("train", "echo output of training; exit 3")])
     shown = capfd.readouterr().out
     assert shown.index("output of dump") < shown.index("output of training")
+
+
+def test_a_stage_that_fails_at_once_fails(monkeypatch):
+    """Also one that has ended before it is first looked at."""
+    start = run.children.start_command
+
+    @contextmanager
+    def start_and_wait(*arguments, **options):
+        with start(*arguments, **options) as process:
+            process.wait()
+            yield process
+
+    monkeypatch.setattr(run.children, "start_command", start_and_wait)
+    with pytest.raises(PipelineError, match=r"train failed \(status 3\)"):
+        run.run_jobs([job("train", "exit 3")])
 
 
 def test_a_feeder_runs_beside_its_training_and_goes_when_that_fails(tmp_path, capsys):

@@ -100,11 +100,14 @@ def run_jobs(jobs: list[ClusterJob]) -> None:
     with ExitStack() as stack:
         running = [(job, stack.enter_context(children.start_command(job.start, environment))) for job in jobs]
         try:
-            while None in [process.poll() for _, process in running]:
+            while True:
+                statuses = [(job, process.poll()) for job, process in running]
+                for job, status in statuses:
+                    if status:
+                        raise PipelineError(f"{job.stage} failed (status {status}): its output is above")
+                if all(status == 0 for _, status in statuses):
+                    break
                 time.sleep(0.5)
-                for job, process in running:
-                    if process.poll():
-                        raise PipelineError(f"{job.stage} failed (status {process.returncode}): its output is above")
         except KeyboardInterrupt:
             _leave_or_cancel([job for job, process in running if process.poll() is None])
             raise
