@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from pydantic import with_config
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import atomic_path, sha256
+from pipeline.basics.files import atomic_path
 from pipeline.features.schema import Count, FeatureSpec, text_schema
 
 SOME_TOKENS = 1024  # the most tokens that `first_texts` returns
@@ -104,14 +104,14 @@ def text_batch(texts: Iterable[Any], spec: FeatureSpec) -> pa.RecordBatch:
 def write_text_table(path: Path, texts: Iterable[Any], spec: FeatureSpec) -> TextRecord:
     with arrow_file(path, text_schema(spec)) as file:
         file.batches.write_batch(text_batch(texts, spec))
-    return make_record(path)
+    return make_record(path, file)
 
 
-def make_record(path: Path) -> TextRecord:
-    """Return the manifest's record of a table that was just written, reading it once while the page cache holds it."""
+def make_record(path: Path, file: ArrowFile) -> TextRecord:
+    """Return the manifest's record of a table that was just written by `file`."""
     with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
         rows = sum(reader.get_batch(number).num_rows for number in range(reader.num_record_batches))
-    return TextRecord(path.name, rows, path.stat().st_size, sha256(path))
+    return TextRecord(path.name, rows, path.stat().st_size, file.hashed.sha256)
 
 
 class TextTable:

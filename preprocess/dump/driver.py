@@ -230,7 +230,7 @@ def _run(recipe: Recipe, folder: Path, manifest: Manifest, store: Store | None) 
         for record in run_tasks(recipe, factory, tasks, "features.batch_tokens", progress, attrgetter("tokens")):
             writer.add(record)
         _require_accounted(recipe, plan, manifest)  # an error leaves the earlier tables in place
-    manifest.text = {split: make_record(folder / text_name(split)) for split in tables}
+    manifest.text = {split: make_record(folder / text_name(split), file) for split, file in tables.items()}
     rejected = [*plan.rejected, *(pair for shard in manifest.shards for pair in shard.rejected.items())]
     write_rejected(folder, rejected)
     if store is not None:
