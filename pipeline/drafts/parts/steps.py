@@ -6,7 +6,7 @@ place T - n + 1, so a fused kernel computes it. Each further part is one score a
 logarithm of their summed exponentials, as in ring attention (arXiv 2310.01889): a kernel's gradient is that of the
 merged attention if it is given the merged output and logarithm.
 
-T queries cost T^2 / 2 scores a step and no mask; `ttt_mask` of one_layer.py, the reference, costs n T^2 and a mask.
+T queries cost T^2 / 2 scores a step and no mask; attention under `ttt_mask`, the reference, costs n T^2 and a mask.
 """
 
 import importlib
