@@ -144,7 +144,8 @@ def rank_bytes(recipe: Recipe, draft: TrainedDraft, ranks: int) -> float:
         gradient += size % 4  # next to those of half precision
     bucket = 0
     if config.zero_stage > 1 or (config.zero_stage == 1 and size == 4):
-        widths = {1: size, 2: size + size % 4 * 2, 3: 4}  # ZeRO-2 copies it to float32 to send it, ZeRO-3 holds float32
+        sent = 4 if size < 4 else 0  # ZeRO-2 copies a bucket to float32 to send it; ZeRO-3 holds it in float32
+        widths = {1: size, 2: size + sent, 3: 4}
         bucket = config.bucket_elements(parameters) * widths[config.zero_stage]
     shared = {0: (1, 1, 1), 1: (1, 1, ranks), 2: (1, ranks, ranks), 3: (ranks, ranks, ranks)}[config.zero_stage]
     states = sum(part / share for part, share in zip((size, gradient, moments), shared, strict=True)) * parameters

@@ -26,8 +26,8 @@ class Preset(Section):
 
     @property
     def packs(self) -> bool:
-        """Whether rows hold several dialogues: where a rank takes few rows a step, the one with the longest makes all
-        others wait (of 16 dialogues on 8 GPUs, a third of the time), and full rows are equally long.
+        """Return whether rows hold several dialogues: where a rank takes few rows a step, the one with the longest
+        makes all others wait (of 16 dialogues on 8 GPUs, a third of the time). Full rows are equally long.
         """
         return self.training.global_batch <= FEW_ROWS
 

@@ -49,7 +49,7 @@ class StepCache(DynamicCache):
 
 @dataclass(frozen=True)
 class StepMask:
-    """What the queries of step `number`, from 1, see."""
+    """The mask of step `number`, from 1: which keys its queries see."""
 
     number: int
     places_T: Tensor  # 0, 1, ...
@@ -151,7 +151,7 @@ class _OverSteps(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kernel: type["Kernel"], mask: StepMask, scale: float, query: Tensor, *keys_values: Tensor
+        ctx: Any, kernel: "Kernel", mask: StepMask, scale: float, query: Tensor, *keys_values: Tensor
     ) -> Tensor:
         keys, values = _split_halves(keys_values)
         first = kernel(mask, query)
@@ -225,28 +225,16 @@ def _scores(mask: StepMask, number: int, query: Tensor, key: Tensor, scale: floa
 # -- the first part, by a fused kernel ---------------------------------------------------------------------------------
 
 
-class Kernel:
-    """Attention to the first step's keys, with the logarithm of the summed exponentials (B, H, T)."""
+class CpuKernel:
+    """torch's kernel for processors, piece by piece."""
 
     def __init__(self, mask: StepMask, query: Tensor):
-        """Prepare for the queries' shape, dtype and device."""
         self._mask = mask
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Return the output (B, H, T, d), 0 where a query sees no key, and the logarithm, there minus infinity."""
-        raise NotImplementedError
-
-    def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of queries, keys and values, if `out` and `lse` are those of a merged attention."""
-        raise NotImplementedError
-
-
-class CpuKernel(Kernel):
-    """torch's kernel for processors, piece by piece."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Return the output (B, H, T, d) and the logarithm of the summed exponentials (B, H, T) over the first step's
+        keys; 0 and minus infinity where a query sees none.
+        """
         out, lse = torch.zeros_like(query), query.new_full(query.shape[:3], -math.inf, dtype=_exact(query))
         for piece in self._mask.pieces(query.dtype, query.device):
             at, keys = (piece.rows, slice(None), piece.queries), (piece.rows, slice(None), piece.keys)
@@ -258,6 +246,7 @@ class CpuKernel(Kernel):
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of queries, keys and values, if `out` and `lse` are those of a merged attention."""
         grads = tuple(torch.zeros_like(x) for x in (query, key, value))
         for piece in self._mask.pieces(query.dtype, query.device):
             at, keys = (piece.rows, slice(None), piece.queries), (piece.rows, slice(None), piece.keys)
@@ -270,19 +259,18 @@ class CpuKernel(Kernel):
         return grads  # type: ignore[return-value]
 
 
-class FlashKernel(Kernel):
+class FlashKernel:
     """Flash attention over texts of several lengths, by the functions of `torch.nn.attention.varlen`."""
 
     def __init__(self, mask: StepMask, query: Tensor):
-        super().__init__(mask, query)
         shift, (rows, _, width, _) = mask.number - 1, query.shape
-        numbers = [(row, *ends) for span, *ends in mask.spans for row in range(rows)[span]]
+        numbers = [(row, *places) for span, *places in mask.spans for row in range(rows)[span]]
         texts = [(row * width + begin, count) for row, begin, end in numbers if (count := end - begin - shift) > 0]
         self._longest = max((count for _, count in texts), default=0)
         keys = torch.cat([torch.arange(begin, begin + count) for begin, count in texts] or [torch.empty(0).long()])
-        ends = torch.tensor([0, *(count for _, count in texts)]).cumsum(0)
+        offsets = torch.tensor([0, *(count for _, count in texts)]).cumsum(0)
         self._keys_N, self._queries_N = (to_device(keys + add, query.device) for add in (0, shift))
-        self._ends = to_device(ends, query.device, torch.int32)
+        self._offsets = to_device(offsets, query.device, torch.int32)
         self._window = [-1 if mask.window is None else mask.window - mask.number, 0]
         self._causal = mask.window is None  # a window of (-1, 0)
 
@@ -299,10 +287,10 @@ class FlashKernel(Kernel):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         if not self._longest:
             return torch.zeros_like(query), query.new_full(query.shape[:3], -math.inf, dtype=_exact(query))
-        places, ends = (self._queries_N, self._keys_N, self._keys_N), (self._ends, self._ends)
+        places, offsets = (self._queries_N, self._keys_N, self._keys_N), (self._offsets, self._offsets)
         inputs = (self._gather(x, place) for x, place in zip((query, key, value), places, strict=True))
         out, lse_HN, self._random = torch.ops.torch_attn._varlen_attn(
-            *inputs, *ends, self._longest, self._longest, self._causal, scale, self._window, True
+            *inputs, *offsets, self._longest, self._longest, self._causal, scale, self._window, True
         )
         lse = self._scatter(lse_HN.T.contiguous(), self._queries_N, query[..., 0], -math.inf)
         return self._scatter(out, self._queries_N, query), lse
@@ -317,8 +305,8 @@ class FlashKernel(Kernel):
         inputs = (self._gather(x, place) for x, place in zip((grad, query, key, value, out), at, strict=True))
         lse_HN = lse.transpose(1, 2).flatten(0, 1).index_select(0, queries_N).T.contiguous()
         parts = torch.ops.torch_attn._varlen_attn_backward(
-            *inputs, lse_HN, self._ends, self._ends, self._longest, self._longest, self._causal, self._random, scale,
-            self._window,
+            *inputs, lse_HN, self._offsets, self._offsets, self._longest, self._longest,
+            self._causal, self._random, scale, self._window,
         )  # fmt: skip
         return tuple(
             self._scatter(part, place, like)
@@ -326,9 +314,13 @@ class FlashKernel(Kernel):
         )  # type: ignore[return-value]
 
 
+Kernel = type[CpuKernel] | type[FlashKernel]
+
+
+@cache
 def find_kernel(
     device: torch.device, dtype: torch.dtype, heads: int, groups: int, width: int, window: bool = False
-) -> type[Kernel] | None:
+) -> Kernel | None:
     """Return the kernel for queries of `heads` heads, over keys of `groups` heads, each of `width`; None where only a
     mask works. An accelerator's kernel is used only if its result and gradients are the mask's on small examples.
     """
@@ -336,13 +328,6 @@ def find_kernel(
         return CpuKernel
     if device.type != "cuda" or dtype.itemsize != 2:
         return None
-    return _find_gpu_kernel(device, dtype, heads, groups, width, window)
-
-
-@cache
-def _find_gpu_kernel(
-    device: torch.device, dtype: torch.dtype, heads: int, groups: int, width: int, window: bool
-) -> type[Kernel] | None:
     try:
         importlib.import_module("torch.nn.attention.varlen")  # registers the functions
         if is_exact(FlashKernel, device, dtype, heads, groups, width, window):
@@ -357,7 +342,7 @@ def _find_gpu_kernel(
 
 
 def is_exact(
-    kernel: type[Kernel],
+    kernel: Kernel,
     device: torch.device,
     dtype: torch.dtype,
     heads: int,
@@ -368,11 +353,11 @@ def is_exact(
     """Return whether the attention and its gradients equal the mask's within the dtype's rounding: in steps 1 to 3, of
     two rows of packed texts, some of them shorter than the step, others longer than a kernel's tile.
     """
-    ends, count = ([1, 3, 160, 300], [210, 211, 300]), 300
+    limits, count = ([1, 3, 160, 300], [210, 211, 300]), 300
     spans: list[Span] = []
-    begins_BT = torch.zeros(len(ends), count, dtype=torch.long)
-    for row, row_ends in enumerate(ends):
-        for begin, end in pairwise([0, *row_ends]):
+    begins_BT = torch.zeros(len(limits), count, dtype=torch.long)
+    for row, row_limits in enumerate(limits):
+        for begin, end in pairwise([0, *row_limits]):
             spans.append((slice(row, row + 1), begin, end))
             begins_BT[row, begin:end] = begin
     places_T = torch.arange(count, device=device)
@@ -387,7 +372,7 @@ def is_exact(
     )
 
 
-def _is_exact_under(kernel: type[Kernel], mask: StepMask, dtype: torch.dtype, sizes: tuple[int, int, int]) -> bool:
+def _is_exact_under(kernel: Kernel, mask: StepMask, dtype: torch.dtype, sizes: tuple[int, int, int]) -> bool:
     (heads, groups, width), generator = sizes, torch.Generator().manual_seed(0)
     assert mask.begins_BT is not None
     rows, count = mask.begins_BT.shape
