@@ -159,7 +159,7 @@ def measure_compiled_costs(settings: CheckSettings) -> dict[str, Any]:
         settings, target, sorted(_verified_sizes(settings)[: 2 + max(0, int(left / each) - 1)])
     )
     skipped = counters["inductor"].get("cudagraph_skips", 0)
-    return figures | {"compile_s": round(each, 1), "graphs_skipped": skipped} | peak_memory()
+    return figures | {"compile_s": round(each, 3), "graphs_skipped": skipped} | peak_memory()
 
 
 def _verified_sizes(settings: CheckSettings) -> list[int]:

@@ -15,6 +15,7 @@ from pipeline.decoding import generate
 from pipeline.decoding.config import LoadedMethod
 from pipeline.decoding.generate import Sampling, decode_plain, decode_speculative
 from pipeline.decoding.tree import Tree
+from pipeline.drafts.parts.one_layer import FeatureDraft
 from pipeline.lm.model import Target
 
 ROUNDS, PATH = 40, 3  # rounds of one answer, and the nodes that each accepts
@@ -34,7 +35,9 @@ class Operators(TorchDispatchMode):
         self.counts[self._place] += 1
         return function(*args, **(kwargs or {}))
 
-    def _in_target(self, function):
+    def apart(self, function):
+        """Return the function, whose operators are counted as the target's."""
+
         def call(*args, **kwargs):
             self._place = "target"
             try:
@@ -45,7 +48,7 @@ class Operators(TorchDispatchMode):
         return call
 
     def __enter__(self):
-        self._patch = mock.patch.object(self._target, "forward", self._in_target(self._forward))
+        self._patch = mock.patch.object(self._target, "forward", self.apart(self._forward))
         self._patch.start()
         return super().__enter__()
 
@@ -62,7 +65,7 @@ def accept_path(tree: Tree, logits_NV: torch.Tensor, *_: Any) -> tuple[list[int]
 
 
 def measure_rounds(settings: CheckSettings) -> dict[str, Any]:
-    """Time rounds of each draft, twice, next to plain tokens; eager, then with the target compiled if there is time."""
+    """Time rounds of each draft, twice, next to plain tokens; eager, then compiled if there is time."""
     begin, recipe = time.monotonic(), settings.recipe()
     figures: dict[str, Any] = {}
     goals: dict[str, tuple[float, str, float]] = {}
@@ -74,6 +77,9 @@ def measure_rounds(settings: CheckSettings) -> dict[str, Any]:
         methods = new_methods(recipe, target)
         if kind == "compiled":
             target.compile(**settings.compiler)
+            for method in methods.values():
+                if isinstance(method.draft, FeatureDraft):
+                    method.draft.compile_rounds(**settings.compiler)
         for name, method in methods.items():
             measured = _time_rounds(settings, target, method)
             figures |= {f"{kind}_{name}_{key}": value for key, value in measured.items()}

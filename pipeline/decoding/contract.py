@@ -25,6 +25,7 @@ class RoundInput:
 
     tokens: list[int]  # t_0 .. t_n, prompt and answer; the last one is the tree's root and has no states yet
     states_TSD: Tensor  # of the T positions before it that are new to the draft, as its `Needs` require
+    positions: int = 0  # that the text may reach, if known: caches of fixed shapes have room for them
 
 
 @dataclass
@@ -102,10 +103,13 @@ class CandidatePool:
         return depths[1:]
 
 
-Timer = Callable[..., Any]  # timer(name, function, *arguments): the function's result; its seconds go to that name
+class Timer(Protocol):
+    """A clock: return the function's result; its seconds and the number of calls go to the name."""
+
+    def __call__(self, name: str, function: Callable[..., Any], /, *arguments: Any, calls: int = 1) -> Any: ...
 
 
-def call_untimed(_name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def call_untimed(_name: str, function: Callable[..., Any], /, *arguments: Any, calls: int = 1) -> Any:
     """Call the function without measuring it, as a `Timer`."""
     return function(*arguments)
 

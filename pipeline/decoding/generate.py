@@ -144,8 +144,8 @@ class Stopwatch:
     def total(self) -> float:
         return self.read() - self._begin
 
-    def __call__(self, name: str, function: Callable, *arguments: Any) -> Any:
-        self.calls[name] += 1
+    def __call__(self, name: str, function: Callable, /, *arguments: Any, calls: int = 1) -> Any:
+        self.calls[name] += calls
         if not self._exact:
             return function(*arguments)
         begin = self.read()
@@ -243,7 +243,9 @@ def decode_speculative(
     generation.depths = [0] * len(generation.tokens)
     state, text = draft.open(), [*prompt, first]
     while not done:
-        tree = draft.propose(state, RoundInput(text, states.select(draft.needs)), spec, draws, watch)
+        tree = draft.propose(
+            state, RoundInput(text, states.select(draft.needs), len(prompt) + room), spec, draws, watch
+        )
         if target.verifies == "chain" and not tree.is_chain:
             raise PipelineError(f"{draft.name} proposes a tree, but the target verifies chains alone: give it a chain")
         past = cache.length

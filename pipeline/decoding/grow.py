@@ -198,8 +198,13 @@ def dynamic_levels(expander: Expander, tree: TreeConfig, places: int, device: to
 
 
 def best_pools(levels: Sequence[Level], count: int, broken: Tensor | None = None) -> tuple[list[CandidatePool], bool]:
-    """Return the best `count` of all candidates at each place, and whether `broken`. A child never outranks its parent,
-    so the selected nodes are connected.
+    """Return the best `count` of all candidates at each place, and whether `broken`."""
+    return pools_of(select_best(levels, count, broken))
+
+
+def select_best(levels: Sequence[Level], count: int, broken: Tensor | None = None) -> Tensor:
+    """Return the best `count` of all candidates at each place, float64 (5, A, N): number, token, parent, score, and
+    whether `broken`. A child never outranks its parent, so the selected nodes are connected.
     """
     tokens_AC, parents_AC, scores_AC = (
         torch.cat([getattr(level, name) for level in levels], dim=1)
@@ -213,7 +218,12 @@ def best_pools(levels: Sequence[Level], count: int, broken: Tensor | None = None
         *(x.gather(1, selected_AC) for x in (tokens_AC, parents_AC, scores_AC)),
         failed.expand_as(selected_AC),
     ]
-    *columns, failures = torch.stack([x.double() for x in parts]).tolist()  # the only wait for the device
+    return torch.stack([x.double() for x in parts])
+
+
+def pools_of(selected: Tensor) -> tuple[list[CandidatePool], bool]:
+    """Return the pools that `select_best` has selected, and whether they are broken."""
+    *columns, failures = selected.tolist()  # the only wait for the device
     return [_pool(*place) for place in zip(*columns, strict=True)], bool(failures[0][0])
 
 

@@ -93,7 +93,7 @@ class Gumiho(Dense, EagleFrame):
     def block(self) -> AttentionBlock:
         return self.layers[-1]  # type: ignore[return-value]
 
-    def _trunk(self, features_BTD: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Mask, cache: Any) -> Tensor:
+    def trunk(self, features_BTD: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Mask, cache: Any) -> Tensor:
         x = self._join(features_BTD, tokens_BT)
         rope = self._rope[0].to(x.device)(x, positions_BT)
         for number, layer in enumerate(self.layers):

@@ -115,7 +115,7 @@ class MixtureOfExperts(nn.Module):
     def _expert_outputs(self, n: Tensor, selected: Tensor) -> Tensor:
         """Return the selected experts' outputs (..., K, D), best first."""
         # In decoding on an accelerator, waiting for the experts' token counts takes longer than reading all experts.
-        waits = n.device.type != "cpu" and torch.is_inference_mode_enabled()
+        waits = (n.device.type != "cpu" and torch.is_inference_mode_enabled()) or torch.compiler.is_compiling()
         if self.top_k == self.count or waits:
             outputs = torch.stack([expert(n) for expert in self.experts], dim=-2)  # (..., E, D)
             return outputs.gather(-2, selected[..., None].expand(*selected.shape, n.shape[-1]))

@@ -78,7 +78,7 @@ def test_what_was_saved_is_loaded_bit_for_bit(make, embed_head, name, changes, d
         first.bind(bf16_embed_head)
     positions = torch.arange(5)[None]
     needed = states[:, :, : draft.needs.final + len(draft.needs.auxiliary)]
-    both = [first._trunk(first.features(needed), tokens, positions, None, None) for first in (draft, loaded)]
+    both = [first.trunk(first.features(needed), tokens, positions, None, None) for first in (draft, loaded)]
     assert torch.equal(*both)
     assert torch.equal(*(first.logits(both[0]) for first in (draft, loaded)))
 

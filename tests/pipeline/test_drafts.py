@@ -346,5 +346,5 @@ def test_the_trunk_is_fc_over_embedding_and_feature_then_attention_without_a_nor
     f, token, attention = inputs(1)[0], 7, draft.layers[0].self_attn
     x = draft.fc.weight @ torch.cat([scale * embed_head.embedding_VD[token], f]) + draft.fc.bias
     v = (attention.v_proj.weight @ x).view(2, 1, 4).expand(2, 2, 4).reshape(16)  # each key head serves two
-    got = draft._trunk(f[None, None], torch.tensor([[token]]), torch.tensor([[0]]), None, None)[0, 0]
+    got = draft.trunk(f[None, None], torch.tensor([[token]]), torch.tensor([[0]]), None, None)[0, 0]
     assert torch.allclose(got, x + attention.o_proj.weight @ v, atol=1e-6)

@@ -374,7 +374,7 @@ def test_norms_biases_and_window_compute_what_engines_compute(loaded_target, emb
     expected = by_hand(draft.state_dict(), states[:, -len(draft.needs.auxiliary) :], embedded, rope, window=3)
     features = draft.features(states[:, -len(draft.needs.auxiliary) :])[None]
     mask = additive_mask(ttt_mask(1, torch.arange(len(tokens)), None, draft.config.window), torch.float32)[:, None]
-    u = draft._trunk(features, tokens[None], torch.arange(len(tokens))[None], mask, None)
+    u = draft.trunk(features, tokens[None], torch.arange(len(tokens))[None], mask, None)
     torch.testing.assert_close(draft.logits(draft.heads(u).ahead[0])[0], expected, rtol=1e-4, atol=1e-4)
 
 

@@ -238,11 +238,11 @@ def test_a_step_is_that_of_transformers_own_mtp_model(tmp_path, family):
 
     with torch.inference_mode():
         expected = theirs.forward_layer(0, states_BTD, positions, None, input_ids=tokens[:, 1:])
-        computed = draft.head_input(draft._trunk(states_BTD, tokens[:, 1:], positions, None, None))
+        computed = draft.head_input(draft.trunk(states_BTD, tokens[:, 1:], positions, None, None))
 
     assert torch.allclose(computed, expected, atol=1e-5)
     with torch.inference_mode():
-        first = draft._trunk(states_BTD, tokens[:, 1:], positions - 1, None, None)
+        first = draft.trunk(states_BTD, tokens[:, 1:], positions - 1, None, None)
     differs = not torch.allclose(draft.head_input(first), expected, atol=1e-3)
     assert differs == draft.form.zeroes_first, "positions are relative; only the embedding at position 0 is not"
 
@@ -287,7 +287,7 @@ def test_a_step_of_qwens_head_by_hand(tmp_path):
     inner = F.silu(y_TD @ weight("layers.0.mlp.gate_proj").T) * (y_TD @ weight("layers.0.mlp.up_proj").T)
     expected_TD = norm(x_TD + inner @ weight("layers.0.mlp.down_proj").T, "norm")
 
-    u = draft._trunk(states_TD[None], tokens[None, 1:], torch.arange(count)[None], None, None)
+    u = draft.trunk(states_TD[None], tokens[None, 1:], torch.arange(count)[None], None, None)
     assert torch.allclose(draft.head_input(u)[0], expected_TD, atol=2e-5)
 
 
@@ -337,7 +337,7 @@ def test_a_step_of_longcats_head_with_longcats_own_attention(tmp_path):
     rope = target.decoder.rotary_emb(x_BTD, positions)
     x_BTD = x_BTD + attention(layer.input_layernorm(x_BTD), position_embeddings=rope, attention_mask=mask)[0]
     x_BTD = x_BTD + mlp(layer.post_attention_layernorm(x_BTD))
-    u = draft._trunk(states_BTD, tokens[:, 1:], positions, None, None)
+    u = draft.trunk(states_BTD, tokens[:, 1:], positions, None, None)
     assert torch.allclose(u, x_BTD, atol=1e-5)
 
 

@@ -214,7 +214,7 @@ def test_gumihos_three_forwards_by_hand(drafts, text, name):
             causal_mask(0, len(after), after.device, draft.config.window),
         )
         mask = additive_mask(visible, torch.float32)[None, None]
-        return draft.heads(draft._trunk(features[None], after[None], positions, mask, None)).ahead[0][0]
+        return draft.heads(draft.trunk(features[None], after[None], positions, mask, None)).ahead[0][0]
 
     f_1 = serial(true, following)[-1]
     assert torch.allclose(first.carry_WD[-1, :width], f_1, atol=1e-5)

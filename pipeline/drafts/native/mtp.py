@@ -121,7 +121,7 @@ class Mtp(FeatureDraft):
     def features(self, states_TSD: Tensor) -> Tensor:
         return states_TSD[..., 0, :]
 
-    def _trunk(self, features_BTD: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Mask, cache: Any) -> Tensor:
+    def trunk(self, features_BTD: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Mask, cache: Any) -> Tensor:
         embedded = self.embed(tokens_BT, features_BTD)
         if self.form.zeroes_first:
             embedded = embedded.masked_fill((positions_BT == 0)[..., None], 0.0)

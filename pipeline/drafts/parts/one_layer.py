@@ -15,7 +15,18 @@ from transformers import DynamicCache
 
 from pipeline.basics.accelerator import to_device
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
+from pipeline.decoding.contract import (
+    CandidatePool,
+    DraftOutput,
+    DraftRequest,
+    Draws,
+    Frontier,
+    RoundInput,
+    Timer,
+    call_untimed,
+)
+from pipeline.decoding.fixed import Buffers, FixedRounds
+from pipeline.decoding.tree import Tree, build_tree
 from pipeline.drafts.parts.base import VocabularyConfig, WindowConfig
 from pipeline.drafts.parts.layers import AttentionBlock, layer_config, rotary, swiglu
 from pipeline.drafts.parts.losses import Term, term_names
@@ -80,6 +91,7 @@ class DraftState:
     cache: TreeCache = field(default_factory=TreeCache)
     verified: int = 0
     dropped: int = 0
+    buffers: Buffers | None = None  # of compiled rounds, in place of `cache`
 
     def drop_tree(self, window: int | None) -> int:
         """Drop the tree's nodes and return how many inputs are still cached.
@@ -111,13 +123,14 @@ class FeatureDraft(TrainedDraft):
 
     config: OneLayerConfig
     merges_steps: ClassVar[bool]  # whether its attention takes a `StepMask`
+    rounds: FixedRounds | None = None  # compiled ones
 
     @abstractmethod
     def features(self, states_TSD: Tensor) -> Tensor:
         """Return the layer's feature (..., D) for the target's states (..., S, D)."""
 
     @abstractmethod
-    def _trunk(self, features_BTD: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Mask, cache: Any) -> Tensor:
+    def trunk(self, features_BTD: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Mask, cache: Any) -> Tensor:
         """Return what `heads` takes (B, T, D), for features and the tokens after them."""
 
     @abstractmethod
@@ -188,7 +201,7 @@ class FeatureDraft(TrainedDraft):
             # A new cache: `run` may run twice.
             cache = self.new_cache(keys_values) if self.config.ttt_steps > 1 else None
             positions = places[None] if begins_BT is None else places - begins_BT
-            u = self._trunk(before_BTD, tokens_BT, positions, mask, cache)
+            u = self.trunk(before_BTD, tokens_BT, positions, mask, cache)
             return self.heads(u), () if cache is None else self.cached_tensors(cache)
 
         if self.recompute and torch.is_grad_enabled():
@@ -200,7 +213,30 @@ class FeatureDraft(TrainedDraft):
     def open(self) -> DraftState:
         return DraftState()
 
-    def _output(self, u_WD: Tensor, request: DraftRequest) -> DraftOutput:
+    def compile_rounds(self, backend: Any = "inductor") -> None:
+        """Compile the rounds of trees of best candidates, which get fixed shapes; after `bind`. Drafts with forwards or
+        layers of other kinds keep their eager rounds. Without a backend nothing is compiled.
+        """
+        kind = type(self)
+        if kind.start is FeatureDraft.start and kind.step is FeatureDraft.step and self.merges_steps:
+            self.rounds = FixedRounds(self, backend)
+
+    def propose(
+        self, state: Any, inputs: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = call_untimed
+    ) -> Tree:
+        if self.rounds is None or tree.paths is not None:
+            return super().propose(state, inputs, tree, draws, timer)
+        pool = self.pool(state, inputs, tree, tree.nodes - 1, timer)
+        return build_tree(inputs.tokens[-1], pool.tokens, pool.parents, inputs.states_TSD.device)
+
+    def pool(
+        self, state: Any, inputs: RoundInput, tree: TreeConfig, count: int, timer: Timer = call_untimed
+    ) -> CandidatePool:
+        if self.rounds is None:
+            return super().pool(state, inputs, tree, count, timer)
+        return self.rounds.pool(state, inputs, tree, count, timer)
+
+    def output(self, u_WD: Tensor, request: DraftRequest) -> DraftOutput:
         """Compute all logits that the tree requests of this forward pass in one call of the head."""
         heads = self.heads(u_WD)
         features, experts = heads.ahead[: request.levels], heads.experts if request.experts else []
@@ -220,9 +256,9 @@ class FeatureDraft(TrainedDraft):
             mask = additive_mask(visible, features_TD.dtype)[None, None]
         positions = torch.arange(past, past + count, device=device)[None]
         tokens_T = to_device(inputs.tokens[-count:], device)
-        u = self._trunk(features_TD[None], tokens_T[None], positions, mask, state.cache)
+        u = self.trunk(features_TD[None], tokens_T[None], positions, mask, state.cache)
         state.verified = past + count
-        return self._output(u[0, -places:], request)
+        return self.output(u[0, -places:], request)
 
     @torch.inference_mode()
     def step(self, state: DraftState, frontier: Frontier, request: DraftRequest) -> DraftOutput:
@@ -236,8 +272,8 @@ class FeatureDraft(TrainedDraft):
         if self.config.window:  # the tree is less deep than the window
             prefix &= places > positions.T - self.config.window
         mask = additive_mask(torch.cat([prefix, frontier.visible_WC], dim=1), frontier.carry_WD.dtype)[None, None]
-        u = self._trunk(frontier.carry_WD[None], frontier.tokens_W[None], positions, mask, state.cache)
-        return self._output(u[0], request)
+        u = self.trunk(frontier.carry_WD[None], frontier.tokens_W[None], positions, mask, state.cache)
+        return self.output(u[0], request)
 
 
 class OneLayer(FeatureDraft):
@@ -272,9 +308,11 @@ class OneLayer(FeatureDraft):
     def cached_tensors(self, cache: StepCache) -> tuple[Tensor, ...]:
         return *cache.keys, *cache.values
 
-    def _trunk(self, features_BTD: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Mask, cache: Any) -> Tensor:
+    def trunk(self, features_BTD: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Mask, cache: Any) -> Tensor:
         x, residual = self.inputs(features_BTD, self.embed(tokens_BT, features_BTD))
-        rope = self._rope[0].to(x.device)
+        rope = self._rope[0]
+        if rope.inv_freq.device != x.device:  # compiled code has no `to`
+            rope = rope.to(x.device)
         return residual + self.block.attend(x, rope(residual, positions_BT), mask, cache)
 
 
