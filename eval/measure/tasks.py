@@ -26,7 +26,6 @@ from pipeline.drafts import make_untrained
 from pipeline.drafts.native.files import read_head
 from pipeline.drafts.native.mtp import Mtp
 from pipeline.drafts.parts.layers import draft_shapes, mask_padding
-from pipeline.drafts.parts.one_layer import FeatureDraft
 from pipeline.drafts.prompt_lookup import corpus_hashes
 from pipeline.drafts.small_model import SmallModel
 from pipeline.lm.model import Target, fingerprint, identify, load_reader
@@ -172,8 +171,7 @@ def make_harness(recipe: Recipe, methods: dict[str, Method]) -> Harness:
     if recipe.eval.compile:
         target.compile()
         for draft in drafts.values():
-            if isinstance(draft, FeatureDraft):
-                draft.compile_rounds()
+            draft.compile_rounds()
     return Harness(recipe, target, {name: method.load(drafts) for name, method in methods.items()})
 
 

@@ -41,6 +41,8 @@ def measure_lossless(settings: CheckSettings) -> dict[str, Any]:
             methods = new_methods(recipe, target, trained_weights)
             if compiled:
                 target.compile(**settings.compiler)
+                for method in methods.values():
+                    method.draft.compile_rounds(**settings.compiler)
             else:
                 tree = TreeConfig(paths="eagle-1", siblings="drawn")
                 methods["eagle-drawn"] = LoadedMethod(methods["eagle"].draft, tree)

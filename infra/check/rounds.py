@@ -15,7 +15,6 @@ from pipeline.decoding import generate
 from pipeline.decoding.config import LoadedMethod
 from pipeline.decoding.generate import Sampling, decode_plain, decode_speculative
 from pipeline.decoding.tree import Tree
-from pipeline.drafts.parts.one_layer import FeatureDraft
 from pipeline.lm.model import Target
 
 ROUNDS, PATH = 40, 3  # rounds of one answer, and the nodes that each accepts
@@ -35,7 +34,7 @@ class Operators(TorchDispatchMode):
         self.counts[self._place] += 1
         return function(*args, **(kwargs or {}))
 
-    def apart(self, function):
+    def count_as_target(self, function):
         """Return the function, whose operators are counted as the target's."""
 
         def call(*args, **kwargs):
@@ -48,7 +47,7 @@ class Operators(TorchDispatchMode):
         return call
 
     def __enter__(self):
-        self._patch = mock.patch.object(self._target, "forward", self.apart(self._forward))
+        self._patch = mock.patch.object(self._target, "forward", self.count_as_target(self._forward))
         self._patch.start()
         return super().__enter__()
 
@@ -78,8 +77,7 @@ def measure_rounds(settings: CheckSettings) -> dict[str, Any]:
         if kind == "compiled":
             target.compile(**settings.compiler)
             for method in methods.values():
-                if isinstance(method.draft, FeatureDraft):
-                    method.draft.compile_rounds(**settings.compiler)
+                method.draft.compile_rounds(**settings.compiler)
         for name, method in methods.items():
             measured = _time_rounds(settings, target, method)
             figures |= {f"{kind}_{name}_{key}": value for key, value in measured.items()}

@@ -144,6 +144,7 @@ class Draft(Protocol):
 
     name: str  # for messages
     stepwise: bool  # it has `start` and `step`
+    rounds: Any  # compiled ones (fixed.py), or None
     target_vocabulary: int
 
     @property
@@ -182,6 +183,11 @@ class Source(Draft, Protocol):
 
     def packable(self) -> list[torch.nn.Module]:
         """Return the modules of decoding whose linear layers may be packed."""
+
+    def compile_rounds(self, backend: Any = ...) -> None:
+        """Compile the rounds for trees of best candidates, if the draft supports it; after it has its weights, and the
+        target's embedding and head. Without a backend they have fixed shapes, but are not compiled.
+        """
 
     def pool(
         self, state: Any, inputs: RoundInput, tree: TreeConfig, count: int, timer: Timer = call_untimed

@@ -8,23 +8,18 @@ verified inputs is a number on the device. The forwards and the growth of the tr
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 
 from pipeline.basics.accelerator import to_device
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import (
-    CandidatePool,
-    DraftOutput,
-    DraftRequest,
-    Frontier,
-    RoundInput,
-    Timer,
-)
+from pipeline.decoding.contract import CandidatePool, DraftOutput, DraftRequest, Frontier, RoundInput, Timer
 from pipeline.decoding.grow import Grower, dynamic_levels, not_finite_error, pools_of, select_best
 from pipeline.lm.attention import additive_mask
 from pipeline.lm.verifier import fixed_capacity
@@ -115,7 +110,7 @@ class FixedRounds:
         self._draft, self._backend = draft, backend
         self._buffers: dict[tuple[int, int], Buffers] = {}  # by number of inputs and of nodes
         self._rounds: dict[Any, Callable[..., Tensor]] = {}  # by tree and number of candidates
-        self._owner: Any = None  # the state of the sequence that the memory holds
+        self._sequence: tuple[Any, Buffers] | None = None  # the state and the memory of the last one
         parts = draft.embed_head
         for tensor in chain(draft.parameters(), draft.buffers(), parts.head.parameters(), [parts.embedding_VD]):
             torch._dynamo.mark_static_address(tensor)  # else a CUDA graph copies it in every round
@@ -126,8 +121,8 @@ class FixedRounds:
         if not state.verified:
             timer("draft", self._begin, state, inputs, tree, calls=0)
             states_TSD = states_TSD[-1:]
-        assert self._owner is state, "another sequence has used the memory of this one"
-        run = self._find_round(tree, count)
+        assert self._sequence and self._sequence[0] is state, "another sequence has used the memory of this one"
+        run = partial(self._find_round(tree, count), self._sequence[1])
         for first in range(0, len(states_TSD), NEW_INPUTS):
             part_TSD, after = states_TSD[first : first + NEW_INPUTS], len(states_TSD) - first
             tokens = inputs.tokens[-after:][: len(part_TSD)]
@@ -148,7 +143,7 @@ class FixedRounds:
         buffers = self._buffers[shape]
         for layer, keys, values in zip(eager.cache.layers, buffers.keys, buffers.values, strict=True):
             keys[:, :, :count], values[:, :, :count] = layer.keys, layer.values
-        state.verified, state.buffers, self._owner = count - 1, buffers, state
+        state.verified, self._sequence = count - 1, (state, buffers)
 
     def _run(self, run: Callable[..., Tensor], state: Any, states_TSD: Tensor, tokens: list[int]) -> Tensor:
         """Run a round over new inputs, padded to one shape."""
@@ -156,7 +151,7 @@ class FixedRounds:
         numbers = to_device([*tokens, *[0] * padding, state.verified, count], states_TSD.device)
         padded_TSD = F.pad(states_TSD, (0, 0, 0, 0, 0, padding))
         state.verified += count
-        return run(state.buffers, padded_TSD, numbers[:NEW_INPUTS], numbers[NEW_INPUTS], numbers[NEW_INPUTS + 1])
+        return run(padded_TSD, numbers[:NEW_INPUTS], numbers[NEW_INPUTS], numbers[NEW_INPUTS + 1])
 
     def _find_round(self, tree: TreeConfig, count: int) -> Callable[..., Tensor]:
         """Return the round for such a tree; it is compiled when it is first called."""
@@ -179,10 +174,10 @@ class FixedRounds:
             def run_compiled(*arguments: Any) -> Tensor:
                 try:
                     return compiled(*arguments)
-                except RuntimeError as error:
+                except TorchDynamoException as error:
                     log.warning(
                         f"draft {self._draft.name!r}: its rounds cannot be compiled here, and stay eager "
-                        f"({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+                        f"({type(error).__name__}: {str(error).partition(chr(10))[0][:200]})"
                     )
                     self._rounds[key] = run
                     return run(*arguments)

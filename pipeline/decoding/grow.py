@@ -241,6 +241,8 @@ def best_pool(
     """Return the best `count` candidates of a dynamic tree. Raise PipelineError where the draft's logits are not
     finite.
     """
+    if draft.rounds is not None:
+        return draft.rounds.pool(state, inputs, tree, count, timer)
     grower = Grower(draft, state, inputs, tree, timer)
     levels = list(dynamic_levels(grower, tree, 1, grower.device))
     (pool,), failed = best_pools(levels, count, grower.nonfinite)

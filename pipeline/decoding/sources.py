@@ -161,6 +161,8 @@ class Sources:
     of all.
     """
 
+    rounds = None  # its draft has its own
+
     def __init__(self, draft: Source, secondary: dict[str, Source]):
         self.draft, self.secondary = draft, secondary
         self.name = " + ".join([draft.name, *secondary])

@@ -100,6 +100,7 @@ class PromptLookup:
     """The draft. Its trees have at most `top_k` children per node and `nodes` nodes, the likelier ones first."""
 
     stepwise = False
+    rounds = None
     token_ids_U: Tensor | None = None
 
     def __init__(self, config: PromptLookupConfig, shapes: dict[str, Any]):
@@ -117,6 +118,9 @@ class PromptLookup:
     def packable(self) -> list[Any]:
         """Return no modules: there are no linear layers to pack."""
         return []
+
+    def compile_rounds(self, backend: Any = None) -> None:
+        """Do nothing: it has no forward."""
 
     def open(self) -> SuffixIndex:
         return SuffixIndex()

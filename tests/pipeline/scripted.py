@@ -14,6 +14,8 @@ class ScriptedDraft:
     every frontier's mask is compared with the ancestry of the paths forwarded so far.
     """
 
+    rounds = None
+
     def __init__(self, next_logits, *ahead_logits, ids=None, experts=None, vocabulary=50):
         """``experts(path)`` gives (logits [K, U], log-weights [K]); `ahead_logits` are functions of the path, by
         level.

@@ -168,13 +168,18 @@ def rounds_of(target, method: LoadedMethod, temperature: float):
     return lambda: decode_speculative(target, method, prompt_of(3), sampling, prefilled=ready)
 
 
-def check_decodes_alike(target, embed_head, config, tree: dict, temperature: float = 0.0) -> None:
+def check_decodes_alike(
+    target, embed_head, config, tree: dict, temperature: float = 0.0, fixed_shapes: bool = False
+) -> None:
     want = rounds_of(target, grown(make_draft(target, embed_head, config), **tree), temperature)()
     method = grown(make_draft(target, embed_head, config), **tree)
     with rehearsal() as counts:
         device_target, draft = move_to_device(target), method.draft.to(DEVICE)
         draft.bind(device_target.embed_head("there"))
         draft.prepare()
+        if fixed_shapes:
+            draft.compile_rounds(backend=None)
+            assert draft.rounds is not None
         rounds_of(device_target, method, temperature)()  # what is brought there once
         decode = rounds_of(device_target, method, temperature)
         counts.waits.clear()
@@ -200,6 +205,12 @@ def test_every_draft_and_kind_of_tree_decodes_as_on_the_cpu_with_two_waits_a_rou
     check_decodes_alike(
         loaded_target, embed_head, VARIANTS[name], tree, temperature=1.0 if "drawn" in str(tree) else 0.0
     )
+
+
+@pytest.mark.parametrize("kind", ["eagle-3", "jakiro, decoupled", "scalar", "reduced", "four-experts"])
+def test_rounds_of_fixed_shapes_decode_as_on_the_cpu_with_two_waits_a_round(loaded_target, embed_head, kind):
+    name, tree = KINDS.get(kind, (kind, {"depth": 4, "top_k": 4, "nodes": 16}))
+    check_decodes_alike(loaded_target, embed_head, VARIANTS[name], tree, fixed_shapes=True)
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,9 @@ def test_few_operators_are_left_outside_of_a_round(loaded_target, text, taught_d
         with Operators(loaded_target) as operators:
             if rounds:
                 find_round = rounds._find_round
-                monkeypatch.setattr(rounds, "_find_round", lambda *key, f=find_round: operators.apart(f(*key)))
+                monkeypatch.setattr(
+                    rounds, "_find_round", lambda *key, f=find_round: operators.count_as_target(f(*key))
+                )
             answer, _ = decode(loaded_target, method, text[0])
         counts[is_fixed] = operators.counts["round"] / answer.acceptance.passes
     print("operators a round outside of target and round:", counts)

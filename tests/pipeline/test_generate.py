@@ -175,7 +175,7 @@ class Oracle:
     """
 
     stepwise, token_ids_U, target_vocabulary, needs = True, None, 260, Needs()
-    config = JakiroConfig()
+    config, rounds = JakiroConfig(), None
     propose = TrainedDraft.propose
 
     def __init__(self, sequence, right, vocabulary=260):

@@ -220,6 +220,7 @@ class Drafting:
     """The methods of `contract.Draft` that a decoding round calls."""
 
     stepwise = True
+    rounds: Any = None
 
     @abstractmethod
     def open(self) -> Any: ...
@@ -239,6 +240,9 @@ class Drafting:
         self: Any, state: Any, inputs: RoundInput, tree: TreeConfig, count: int, timer: Timer = call_untimed
     ) -> CandidatePool:
         return best_pool(self, state, inputs, tree, count, timer)
+
+    def compile_rounds(self, backend: Any = "inductor") -> None:
+        """Do nothing: most kinds of drafts have eager rounds only."""
 
     def accept_probability(self, depth: int, score: float) -> float:
         """Return the draft's own probability of the path, whose logarithm is the score."""

@@ -15,18 +15,8 @@ from transformers import DynamicCache
 
 from pipeline.basics.accelerator import to_device
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import (
-    CandidatePool,
-    DraftOutput,
-    DraftRequest,
-    Draws,
-    Frontier,
-    RoundInput,
-    Timer,
-    call_untimed,
-)
-from pipeline.decoding.fixed import Buffers, FixedRounds
-from pipeline.decoding.tree import Tree, build_tree
+from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
+from pipeline.decoding.fixed import FixedRounds
 from pipeline.drafts.parts.base import VocabularyConfig, WindowConfig
 from pipeline.drafts.parts.layers import AttentionBlock, layer_config, rotary, swiglu
 from pipeline.drafts.parts.losses import Term, term_names
@@ -91,7 +81,6 @@ class DraftState:
     cache: TreeCache = field(default_factory=TreeCache)
     verified: int = 0
     dropped: int = 0
-    buffers: Buffers | None = None  # of compiled rounds, in place of `cache`
 
     def drop_tree(self, window: int | None) -> int:
         """Drop the tree's nodes and return how many inputs are still cached.
@@ -123,7 +112,6 @@ class FeatureDraft(TrainedDraft):
 
     config: OneLayerConfig
     merges_steps: ClassVar[bool]  # whether its attention takes a `StepMask`
-    rounds: FixedRounds | None = None  # compiled ones
 
     @abstractmethod
     def features(self, states_TSD: Tensor) -> Tensor:
@@ -214,27 +202,10 @@ class FeatureDraft(TrainedDraft):
         return DraftState()
 
     def compile_rounds(self, backend: Any = "inductor") -> None:
-        """Compile the rounds of trees of best candidates, which get fixed shapes; after `bind`. Drafts with forwards or
-        layers of other kinds keep their eager rounds. Without a backend nothing is compiled.
-        """
+        """Compile the rounds, if its forwards are those of this class, and its layer is a Llama layer."""
         kind = type(self)
         if kind.start is FeatureDraft.start and kind.step is FeatureDraft.step and self.merges_steps:
             self.rounds = FixedRounds(self, backend)
-
-    def propose(
-        self, state: Any, inputs: RoundInput, tree: TreeConfig, draws: Draws | None, timer: Timer = call_untimed
-    ) -> Tree:
-        if self.rounds is None or tree.paths is not None:
-            return super().propose(state, inputs, tree, draws, timer)
-        pool = self.pool(state, inputs, tree, tree.nodes - 1, timer)
-        return build_tree(inputs.tokens[-1], pool.tokens, pool.parents, inputs.states_TSD.device)
-
-    def pool(
-        self, state: Any, inputs: RoundInput, tree: TreeConfig, count: int, timer: Timer = call_untimed
-    ) -> CandidatePool:
-        if self.rounds is None:
-            return super().pool(state, inputs, tree, count, timer)
-        return self.rounds.pool(state, inputs, tree, count, timer)
 
     def output(self, u_WD: Tensor, request: DraftRequest) -> DraftOutput:
         """Compute all logits that the tree requests of this forward pass in one call of the head."""
