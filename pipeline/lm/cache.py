@@ -86,32 +86,18 @@ class GrowingLayer(CacheLayerMixin):
         return -1
 
 
-class FixedLayer(StaticLayer):
-    """A static layer of transformers (one fixed shape, as CUDA graphs require) that can also keep a path."""
-
-    def keep(self, prefix: int, moved: Tensor | None, count: int) -> None:
-        if moved is not None:
-            buffers: Any = (self.keys, self.values)
-            for buffer in buffers:
-                buffer[:, :, prefix : prefix + count] = buffer[:, :, moved]
-        if self.is_initialized:
-            self.cumulative_length.fill_(prefix + count)
-
-
 class TreeCache(Cache):
-    """A cache that can keep a path of a tree. Its `length` is a Python number, so the device is never asked. With a
-    `capacity` every shape stays the same; otherwise memory for `expected` tokens is allocated at once.
+    """A cache that can keep a path of a tree. Its `length` is a Python number, so the device is never asked. Memory for
+    `expected` tokens is allocated at once, and grows.
     """
 
-    layers: Any  # GrowingLayer or FixedLayer
+    layers: Any  # GrowingLayer
+    capacity: int | None = None  # of a cache whose shapes stay the same
 
-    def __init__(self, layers: int = 0, capacity: int | None = None, expected: int = FIRST_CAPACITY):
-        if capacity is None:
-            growing: Any = partial(GrowingLayer, expected)
-            super().__init__(layer_class_to_replicate=growing)
-        else:
-            super().__init__(layers=[FixedLayer(capacity) for _ in range(layers)])
-        self.length, self.capacity = 0, capacity
+    def __init__(self, expected: int = FIRST_CAPACITY):
+        growing: Any = partial(GrowingLayer, expected)
+        super().__init__(layer_class_to_replicate=growing)
+        self.length = 0
 
     def keep(self, prefix: int, path: Sequence[int] = ()) -> None:
         """Keep the first `prefix` cached tokens and after them those at the absolute positions `path`, in that
@@ -125,6 +111,57 @@ class TreeCache(Cache):
                 moved[device] = to_device(path, device)
             layer.keep(prefix, moved.get(device), len(path))
         self.length = prefix + len(path)
+
+
+@dataclass
+class _Stack:
+    """The memory of layers with the same shapes: keys and values (L, B, G, C, d), and the number of tokens (L)."""
+
+    keys: Tensor
+    values: Tensor
+    lengths: Tensor
+
+
+class FixedCache(Cache):
+    """A cache with the `keep` of a `TreeCache` in transformers' static layers: one fixed shape, as CUDA graphs require.
+    Layers of the same shapes are views of the same memory, so that one operator moves a path in all of them.
+    """
+
+    layers: Any  # StaticLayer
+
+    def __init__(self, layers: int, capacity: int):
+        super().__init__(layers=[StaticLayer(capacity) for _ in range(layers)])
+        self.length, self.capacity = 0, capacity
+        self._stacks: list[_Stack] = []
+
+    def stack(self) -> None:
+        """Move the layers' memory to stacks. Call it after the first forward, which allocates it, and before compiled
+        ones, which are bound to its addresses.
+        """
+        alike: dict[Any, list[Any]] = {}
+        for layer in self.layers if not self._stacks else ():
+            kind = (layer.device, layer.dtype, layer.keys.shape, layer.values.shape)
+            alike.setdefault(kind, []).append(layer)
+        for layers in alike.values():
+            keys, values = (torch.stack([getattr(layer, name) for layer in layers]) for name in ("keys", "values"))
+            # Two numbers a layer, of which one is read: an address of compiled code is a multiple of 16 bytes.
+            lengths = layers[0].cumulative_length.new_full((len(layers), 2), self.length)[:, 0]
+            self._stacks.append(_Stack(keys, values, lengths))
+            for place, layer in enumerate(layers):
+                layer.keys, layer.values, layer.cumulative_length = keys[place], values[place], lengths[place]
+                for tensor in (layer.keys, layer.values, layer.cumulative_length):
+                    torch._dynamo.mark_static_address(tensor)
+
+    def keep(self, prefix: int, path: Sequence[int] = ()) -> None:
+        """Keep the tokens that `TreeCache.keep` keeps."""
+        end = prefix + len(path)
+        for stack in self._stacks:
+            if list(path) != list(range(prefix, end)):
+                moved = to_device(path, stack.keys.device)
+                for buffer in (stack.keys, stack.values):
+                    buffer[:, :, :, prefix:end] = buffer.index_select(3, moved)
+            stack.lengths.fill_(end)
+        self.length = end
 
 
 class ChainCache:

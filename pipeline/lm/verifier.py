@@ -31,7 +31,7 @@ from pipeline.lm.attention import (
     max_positions,
     use_masked_attention,
 )
-from pipeline.lm.cache import MAX_PENDING, ChainCache, TreeCache
+from pipeline.lm.cache import MAX_PENDING, ChainCache, FixedCache, TreeCache
 from pipeline.lm.states import EmbeddingAndHead, States, shared_parts
 
 CAPACITY_STEP = 512  # capacities of a compiled target's caches are multiples of it: few shapes, few compilations
@@ -59,7 +59,7 @@ class Verifier:
         """
         self.model, self.config, self.dtype, self._name = model, text, model.dtype, name
         self.compiled, self.filled = False, 1  # `filled`: number of rows to which packed layers pad a single one
-        self._caches: dict[int, TreeCache] = {}  # the caches of a compiled target, by capacity
+        self._caches: dict[int, FixedCache] = {}  # the caches of a compiled target, by capacity
         self._captured = threading.local()  # by thread: layer -> output
         self._hooks: dict[int, Any] = {}  # by layer
         use_masked_attention(model)
@@ -167,7 +167,7 @@ class Verifier:
         outputs[layer] = state.to(self.device)
 
     @torch.inference_mode()
-    def new_cache(self, capacity: int) -> TreeCache | ChainCache:
+    def new_cache(self, capacity: int) -> TreeCache | FixedCache | ChainCache:
         """Return a cache for up to `capacity` tokens. A compiled target uses the same memory every time, as CUDA graphs
         are bound to addresses: the cache returned before becomes invalid.
         """
@@ -176,13 +176,15 @@ class Verifier:
         if not self.compiled:
             return TreeCache(expected=capacity)
         capacity = fixed_capacity(capacity)
-        cache = self._caches.setdefault(capacity, TreeCache(self.config.num_hidden_layers, capacity))
-        cache.keep(0)
-        return cache
+        if capacity not in self._caches:
+            self._caches[capacity] = FixedCache(self.config.num_hidden_layers, capacity)
+        self._caches[capacity].keep(0)
+        return self._caches[capacity]
 
-    def compile(self, backend: str = "inductor") -> None:
-        """Compile forwards over a cache, with fixed shapes, on a GPU into CUDA graphs. Prefills are not compiled. Raise
-        PipelineError for a target that verifies chains, whose caches have other forms.
+    def compile(self, backend: str | None = "inductor") -> None:
+        """Compile forwards over a cache, with fixed shapes, on a GPU into CUDA graphs. Prefills are not compiled.
+        Without a backend shapes are fixed, but nothing is compiled. Raise PipelineError for a target that verifies
+        chains, whose caches have other forms.
         """
         if self.verifies == "chain":
             raise PipelineError(
@@ -190,14 +192,14 @@ class Verifier:
             )
         torch._dynamo.config.recompile_limit = 256  # a compilation for every width and capacity; the tuner tries many
         graphs: Any = {"mode": "reduce-overhead"} if backend == "inductor" and self.device.type == "cuda" else {}
-        self._compiled = torch.compile(self.decoder, backend=backend, dynamic=False, fullgraph=True, **graphs)
-        self.compiled = True
+        compiled = torch.compile(self.decoder, backend=backend or "eager", dynamic=False, fullgraph=True, **graphs)
+        self._compiled, self.compiled = compiled if backend else self.decoder, True
 
     @torch.inference_mode()
     def forward(
         self,
         tokens_N: Tensor,
-        cache: TreeCache | ChainCache,
+        cache: TreeCache | FixedCache | ChainCache,
         positions_N: Tensor | None = None,
         mask_NC: Tensor | None = None,
         width: int = 1,
@@ -235,6 +237,8 @@ class Verifier:
                 use_cache=True,
             )
         cache.length = past + count
+        if isinstance(cache, FixedCache):
+            cache.stack()
         auxiliary_NSD = torch.stack([outputs[layer][0, :count] for layer in layers], dim=1) if layers else None
         return States(output.last_hidden_state[0, :count].to(self.device), auxiliary_NSD, layers)
 

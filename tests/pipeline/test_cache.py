@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from pipeline.lm.cache import FIRST_CAPACITY, TreeCache
+from pipeline.lm.cache import FIRST_CAPACITY, FixedCache, TreeCache
 
 
 class Model:
     """A model of what the cache should hold: one number an entry, the same in keys and values except for the sign."""
 
-    def __init__(self, cache: TreeCache, layers: int):
+    def __init__(self, cache: TreeCache | FixedCache, layers: int):
         self.cache, self.layers, self.entries, self.next = cache, layers, [], 1.0
 
     def add(self, count: int) -> None:
@@ -20,6 +20,8 @@ class Model:
         for layer in range(self.layers):
             keys, values = self.cache.update(states + layer, -states - layer, layer)
         self.cache.length += count
+        if isinstance(self.cache, FixedCache):
+            self.cache.stack()
         self.check(keys, values, self.layers - 1)
 
     def keep(self, prefix: int, path: list[int]) -> None:
@@ -38,7 +40,7 @@ class Model:
 @pytest.mark.parametrize("capacity", [None, 1024])
 def test_a_tree_is_appended_and_cut_back_to_its_accepted_path(capacity):
     generator = torch.Generator().manual_seed(0)
-    model = Model(TreeCache(layers=3, capacity=capacity), 3)
+    model = Model(FixedCache(3, capacity) if capacity else TreeCache(), 3)
     model.add(200)
     for _ in range(40):
         past, nodes = len(model.entries), int(torch.randint(1, 20, (), generator=generator))

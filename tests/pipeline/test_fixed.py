@@ -7,12 +7,16 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from infra.check.rounds import Operators
+from infra.check.rounds import PATH, Operators, accept_path
+from pipeline.decoding import generate
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import RoundInput, call_untimed
 from pipeline.decoding.fixed import NEW_INPUTS, FixedRounds
 from pipeline.decoding.generate import Sampling, decode_speculative
 from pipeline.decoding.grow import best_pool
+from pipeline.lm.config import TargetConfig
+from pipeline.lm.model import Target
+from tests.kit import save_tiny_target
 from tests.pipeline.taught import NEVER, ONE_LAYER, VARIANTS, grown, make_draft, prompt_of, states_for
 
 TREE = {"depth": 4, "top_k": 4, "nodes": 20}
@@ -89,20 +93,27 @@ def test_a_round_that_cannot_be_compiled_stays_eager(loaded_target, embed_head, 
     assert got.tokens == want.tokens and caplog.text.count("stay eager") == 1
 
 
-def test_few_operators_are_left_outside_of_a_round(loaded_target, text, taught_drafts, monkeypatch):
-    """The target has two layers; each more adds the operators that move its accepted keys and values."""
-    method = grown(taught_drafts["jakiro"], depth=6, top_k=10, nodes=60)
-    counts: dict[bool, Counter] = {}
-    for is_fixed in (False, True):
-        rounds = FixedRounds(method.draft, None) if is_fixed else None
-        monkeypatch.setattr(method.draft, "rounds", rounds)
-        with Operators(loaded_target) as operators:
-            if rounds:
-                find_round = rounds._find_round
-                monkeypatch.setattr(
-                    rounds, "_find_round", lambda *key, f=find_round: operators.count_as_target(f(*key))
-                )
-            answer, _ = decode(loaded_target, method, text[0])
-        counts[is_fixed] = operators.counts["round"] / answer.acceptance.passes
-    print("operators a round outside of target and round:", counts)
-    assert counts[True] <= 150 < counts[False]
+def test_few_operators_are_left_outside_of_a_round(taught_drafts, text, loaded_target, tmp_path, monkeypatch):
+    """Moving the accepted keys and values costs the same operators, however many layers the target has."""
+    monkeypatch.setattr(generate, "_accept", accept_path)
+    draft = taught_drafts["jakiro"]
+    method = grown(draft, depth=6, top_k=10, nodes=60)
+    counts: dict[int, Counter] = {}
+    for layers in (2, 8):
+        target = Target(TargetConfig(model=str(save_tiny_target(tmp_path / str(layers), layers=layers))), "float32")
+        target.compile(backend=None)
+        rounds = FixedRounds(draft, None)
+        monkeypatch.setattr(draft, "rounds", rounds)
+        sampling = Sampling(36, NEVER)
+        decode_speculative(target, method, text[0], sampling)  # allocates the caches
+        with Operators(target) as operators:
+            find_round = rounds._find_round
+            monkeypatch.setattr(rounds, "_find_round", lambda *key, f=find_round: operators.count_as_target(f(*key)))
+            answer = decode_speculative(target, method, text[0], sampling)
+        assert answer.acceptance.passes == 36 / (PATH + 1)
+        counts[layers] = operators.counts["round"]
+    monkeypatch.setattr(draft, "rounds", None)
+    with Operators(loaded_target) as operators:
+        decode_speculative(loaded_target, method, text[0], sampling)
+    print("operators outside of target and round, by layers:", counts, "eager:", operators.counts)
+    assert counts[2] == counts[8] <= 150 * answer.acceptance.passes < operators.counts["round"]
