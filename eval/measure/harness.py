@@ -1,9 +1,9 @@
 """Decode every prompt with every method, interleaved in one process, and check that decoding is lossless.
 
-A method is plain decoding, or a draft with a tree. A task is one prompt at one temperature: each of its turns is
-decoded several times by all methods in turn, with the same random numbers; a later turn continues one fixed history,
-plain decoding's greedy answers, for every method. Tasks are independent of each other, so they can be finished one by
-one, anywhere.
+A method is plain decoding, or a draft with a tree; with a compiled target plain decoding is also timed eagerly. A task
+is one prompt at one temperature: each of its turns is decoded several times by all methods in turn, with the same
+random numbers; a later turn continues one fixed history, plain decoding's greedy answers, for every method. Tasks are
+independent of each other, so they can be finished one by one, anywhere.
 """
 
 import zlib
@@ -27,6 +27,8 @@ from pipeline.lm.model import Target
 from pipeline.lm.verifier import fixed_capacity
 from pipeline.recipe.checks import PLAIN
 from pipeline.recipe.recipe import Recipe
+
+EAGER = f"{PLAIN}, eager"  # plain decoding that is not compiled
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class Harness:
         filled = f", single rows filled up to {target.filled}" if target.filled > 1 else ""
         self._hardware = hardware(recipe.target.device) + filled
         self._gatekeeper = Gatekeeper(target, methods)
+        self._baselines: tuple[str, ...] = (PLAIN, EAGER) if target.compiled else (PLAIN,)
 
     def decode(self, task: EvalTask, on_progress: Callable[[], None] = lambda: None) -> Outcome:
         """Decode all of a task's answers, and check them by the gate; `on_progress` is called after each answer, also
@@ -145,6 +148,9 @@ class Harness:
         return self.target.states(tokens, [layer for draft in drafts for layer in draft.needs.auxiliary])
 
     def _generate(self, method: str, ids: list[int], sampling: Sampling) -> Generation:
+        if method == EAGER:
+            with self.target.eager():
+                return decode_plain(self.target, ids, sampling)
         prefilled = self._prefill(ids, method == PLAIN)
         if method == PLAIN:
             return decode_plain(self.target, ids, sampling, prefilled)
@@ -175,7 +181,7 @@ class Harness:
         if shape in self._warm_shapes:
             return
         self._warm_shapes.add(shape)
-        for method in (PLAIN, *self.methods):
+        for method in (*self._baselines, *self.methods):
             self._generate(method, ids, self.sampling(0.0, "warm-up"))
             on_progress()
 
@@ -199,7 +205,10 @@ class Harness:
     def _decode_turn(
         self, task: EvalTask, turn: int, ids: list[int], outcome: Outcome, on_progress: Callable[[], None]
     ) -> None:
-        methods, place = [PLAIN, *self.methods], (task.benchmark, task.prompt.question_id, turn, task.temperature)
+        methods, place = (
+            [*self._baselines, *self.methods],
+            (task.benchmark, task.prompt.question_id, turn, task.temperature),
+        )
         repeats: list[tuple[Sampling, dict[str, list[int]]]] = []
         shift = zlib.crc32(f"{place}".encode())  # each turn and each repeat starts with another method
         for repeat in range(self._config.repeats):

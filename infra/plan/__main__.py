@@ -247,7 +247,7 @@ def equivalent_workers(features: FeaturesConfig) -> float:
 def count_answers(recipe: Recipe) -> int:
     """Count the answers of all methods at all temperatures: one to each question of a prompt."""
     questions = sum(count_questions(recipe, name) for name in recipe.eval.benchmarks)
-    return questions * recipe.eval.answers_a_prompt * (1 + len(recipe.methods))
+    return questions * recipe.eval.answers_a_prompt * (1 + recipe.eval.compile + len(recipe.methods))
 
 
 def count_questions(recipe: Recipe, name: str) -> int:

@@ -195,6 +195,15 @@ class Verifier:
         compiled = torch.compile(self.decoder, backend=backend or "eager", dynamic=False, fullgraph=True, **graphs)
         self._compiled, self.compiled = compiled if backend else self.decoder, True
 
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Forward as if nothing were compiled, with caches that are made meanwhile."""
+        compiled, self.compiled = self.compiled, False
+        try:
+            yield
+        finally:
+            self.compiled = compiled
+
     @torch.inference_mode()
     def forward(
         self,

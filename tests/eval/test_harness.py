@@ -10,7 +10,7 @@ import torch
 
 from eval.measure import harness, tasks
 from eval.measure.gate import MAX_DRIFT_RATIO, MIN_P_VALUE, Gate
-from eval.measure.harness import PLAIN, EvalTask, Harness, Outcome, pool_outcomes
+from eval.measure.harness import EAGER, PLAIN, EvalTask, Harness, Outcome, pool_outcomes
 from eval.measure.prompts import BenchmarkPrompt
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding import accept, generate
@@ -93,6 +93,18 @@ def test_exact_decoding_passes_at_every_temperature(tiny_recipe, loaded_target, 
     answers = {(r.question_id, r.turn, r.method) for r in records}
     assert len(answers) == 3 * 4 and {method for *_, method in answers} == {PLAIN, *drafts}
     assert left_out == {"bench": 0}
+
+
+def test_a_compiled_targets_plain_decoding_is_timed_eagerly_too(tiny_recipe, tiny_target, drafts):
+    target = Target(TargetConfig(model=str(tiny_target), device="cpu"), "float32")
+    target.compile(backend="eager")
+    forward, compiled = target.forward, []
+    target.forward = lambda *inputs, **more: compiled.append(target.compiled) or forward(*inputs, **more)
+    made = harness_of(tiny_recipe, target, {"drawn": drafts["drawn"]}, repeats=1)
+    records, gates, _ = measured(made, PROMPTS[:1], [0.0])
+    assert [record.method for record in records[:3]] == [PLAIN, EAGER, "drawn"]
+    assert records[0].generation.tokens == records[1].generation.tokens
+    assert set(compiled) == {True, False} and target.compiled and all(gate.passed for gate in gates.values())
 
 
 def test_methods_take_turns_in_starting_and_are_reported_in_the_recipes_order(

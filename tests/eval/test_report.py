@@ -9,7 +9,7 @@ import pytest
 
 from eval.measure import report
 from eval.measure.gate import Gate
-from eval.measure.harness import PLAIN, Record
+from eval.measure.harness import EAGER, PLAIN, Record
 from pipeline.artifacts.reports import ResultRow
 from pipeline.decoding.accept import Acceptance
 from pipeline.decoding.generate import Generation
@@ -111,6 +111,17 @@ def test_speed_is_time_per_token_over_time_per_token(drafted, baseline):
     assert figures["speedup"] == round(plain / drafted_time, 4)
     assert figures["plain_ms_per_token"] == round(1000 * plain, 3)
     assert figures["ms_per_token"] == round(1000 * drafted_time, 3)
+
+
+@pytest.mark.parametrize("eager_s", [1.0, 9.0])
+def test_with_a_compiled_target_the_faster_plain_decoding_counts(drafted, baseline, eager_s):
+    eager = [replace(r, method=EAGER, generation=replace(r.generation, seconds=eager_s)) for r in baseline]
+    figures = {row.figure: row for row in rows(drafted, [*baseline, *eager], PASSED)}
+    compiled_ms, eager_ms = round(1000 * 32 / 48, 3), round(1000 * 4 * eager_s / 48, 3)
+    assert figures["plain_ms_per_token"].details == {"compiled": compiled_ms, "eager": eager_ms}
+    assert figures["plain_ms_per_token"].value == min(compiled_ms, eager_ms)
+    assert figures["speedup"].value == round(min(32, 4 * eager_s) / 10, 4)
+    assert f"| 208.3, {compiled_ms:.1f} compiled, {eager_ms:.1f} eager |" in report.format_table(list(figures.values()))
 
 
 def test_speed_does_not_reward_shorter_answers():
