@@ -162,7 +162,7 @@ def new_draft(
     shapes = draft_shapes(load_config(recipe.target))
     shapes = mask_padding(start.shapes(shapes) if start else shapes, load_tokenizer(recipe.target))
     draft = build(config, shapes)
-    draft.name, draft.recompute = name, recipe.train.recompute
+    draft.name, draft.recompute, draft.compiled = name, recipe.train.recompute, recipe.train.compile
     draft.initialise(recipe.seed)
     if draft.token_ids_U is not None:
         size = len(draft.token_ids_U)

@@ -3,6 +3,7 @@ attention, the vocabulary losses.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,7 @@ from infra.check.shapes import CheckSettings, device
 from infra.check.timing import judge, time_call
 from pipeline.basics.accelerator import WIDTH_STEP, synchronized_time
 from pipeline.drafts.parts import steps
-from pipeline.drafts.parts.losses import _soft_ce
+from pipeline.drafts.parts.losses import classify, renormalised_labels
 from pipeline.drafts.parts.steps import StepMask, attend, find_kernel
 from pipeline.lm.attention import WITHOUT_CUDNN, additive_mask, causal_mask
 from pipeline.lm.model import DTYPES
@@ -88,19 +89,23 @@ def measure_steps(settings: CheckSettings) -> dict[str, Any]:
 
 
 def measure_loss(settings: CheckSettings) -> dict[str, Any]:
-    """Time the soft cross-entropy of rows over the vocabulary with its gradient, eager and compiled, per 1,000 rows;
-    and a copy of one of its tensors, which both need once.
+    """Time the soft cross-entropy of rows over the vocabulary with its gradient, and the teacher's distribution, eager
+    and compiled (`train.compile`), per 1,000 rows; and a copy of the logits.
     """
-    vocabulary = settings.shape.config["vocab_size"]
+    vocabulary, dtype = settings.shape.config["vocab_size"], DTYPES[settings.half_dtype]
     rows = min(LOSS_ROWS, (1 << 28) // vocabulary)
-    logits = torch.randn(2, rows, vocabulary, device=device())
-    p, log_q = logits[0].softmax(-1), logits[1].log_softmax(-1)
-    text = torch.zeros(rows, dtype=torch.long, device=device())
-    compiled: Callable = torch.compile(_soft_ce, **settings.compiler)
-    figures = {}
-    for name, loss in (("eager", _soft_ce), ("compiled", compiled)):
-        figures[f"{name}_ms"] = round(
-            1e6 * time_call(lambda loss=loss: loss(log_q.clone(), p, text, None, True)) / rows, 4
-        )
-    copied = time_call(log_q.clone)
-    return figures | {"of_these_a_copy_ms": round(1e6 * copied / rows, 4), "rows": rows}
+    target_logits, logits = torch.randn(2, rows, vocabulary, device=device(), dtype=dtype)
+
+    def per_row(call: Callable[[], object]) -> float:
+        return round(1e6 * time_call(call) / rows, 4)
+
+    def compute(labels: Callable[..., Any], loss: Callable[..., Any]) -> object:
+        return loss(logits, "soft-ce", *labels(target_logits), True)
+
+    compiled = [torch.compile(function, **settings.compiler) for function in (renormalised_labels, classify)]
+    return {
+        "eager_ms": per_row(partial(compute, renormalised_labels, classify)),
+        "compiled_ms": per_row(partial(compute, *compiled)),
+        "a_copy_ms": per_row(logits.clone),
+        "rows": rows,
+    }

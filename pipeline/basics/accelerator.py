@@ -4,15 +4,20 @@ Code for one vendor only (CUDA graphs, the properties of a device) says so where
 accelerator that refuses illegal transfers and counts waits: tests/strict.py.
 """
 
+import logging
 import time
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 from torch.nn.functional import linear
 
 from pipeline.basics.errors import PipelineError
+
+log = logging.getLogger(__name__)
 
 WIDTH_STEP = 128  # inputs: the widths of batches on an accelerator are multiples of it
 
@@ -86,3 +91,23 @@ def resolve_device(name: str) -> torch.device:
         description = "no accelerator" if device is None else f"one of kind {device.type!r}"
         raise PipelineError(f"target.device={name!r}, but torch sees {description} here: use 'auto' or 'cpu'")
     return device
+
+
+def compile_or_stay_eager(function: Callable[..., Any], description: str, **options: Any) -> Callable[..., Any]:
+    """Compile a function, with options of `torch.compile`. If the compiler refuses it, it stays eager, with a warning;
+    errors of the function itself are raised.
+    """
+    compiled, eager = torch.compile(function, **options), False
+
+    def run(*arguments: Any) -> Any:
+        nonlocal eager
+        if not eager:
+            try:
+                return compiled(*arguments)
+            except TorchDynamoException as error:
+                reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+                log.warning(f"{description} cannot be compiled here, and stay eager ({reason})")
+                eager = True
+        return function(*arguments)
+
+    return run

@@ -5,7 +5,6 @@ shape and its address from round to round: the cache has one capacity, masks tak
 verified inputs is a number on the device. The forwards and the growth of the tree are those of `grow.py`.
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,16 +14,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
 
-from pipeline.basics.accelerator import to_device
+from pipeline.basics.accelerator import compile_or_stay_eager, to_device
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import CandidatePool, DraftOutput, DraftRequest, Frontier, RoundInput, Timer
 from pipeline.decoding.grow import Grower, dynamic_levels, not_finite_error, pools_of, select_best
 from pipeline.lm.attention import additive_mask
 from pipeline.lm.verifier import fixed_capacity
-
-log = logging.getLogger(__name__)
 
 NEW_INPUTS = 32  # of one run; after a longer path the round runs several times
 
@@ -169,20 +165,8 @@ class FixedRounds:
         if self._backend is not None:
             on_gpu = self._backend == "inductor" and self._draft.device.type == "cuda"
             graphs: Any = {"mode": "reduce-overhead"} if on_gpu else {}
-            compiled = torch.compile(run, backend=self._backend, dynamic=False, fullgraph=True, **graphs)
-
-            def run_compiled(*arguments: Any) -> Tensor:
-                try:
-                    return compiled(*arguments)
-                except TorchDynamoException as error:
-                    log.warning(
-                        f"draft {self._draft.name!r}: its rounds cannot be compiled here, and stay eager "
-                        f"({type(error).__name__}: {str(error).partition(chr(10))[0][:200]})"
-                    )
-                    self._rounds[key] = run
-                    return run(*arguments)
-
-            self._rounds[key] = run_compiled
+            options = {"backend": self._backend, "dynamic": False, "fullgraph": True, **graphs}
+            self._rounds[key] = compile_or_stay_eager(run, f"rounds of draft {self._draft.name!r}", **options)
         return self._rounds[key]
 
 

@@ -161,6 +161,7 @@ class TrainConfig(Section):
     dtype: AutoDtype = "bfloat16"
     zero_stage: Literal[0, 1, 2, 3] = 0  # from 1 on, half-precision micro-batch gradients are summed in float32
     recompute: Runtime[bool] = False  # recompute activations in the backward pass instead of keeping them
+    compile: bool = False  # GPU: compile the losses' passes over the vocabulary, which fuses them
     checkpoint_every: Runtime[Positive | None] = None  # steps from one resume state to the next; default: ten minutes
     validate_every: Positive = 500  # steps
     keep: Literal["last", "best"] = "last"  # best: the weights of the validation with the largest estimated tau

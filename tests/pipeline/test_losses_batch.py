@@ -19,7 +19,7 @@ from pipeline.drafts.parallel.medusa import Medusa, MedusaConfig
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
 from pipeline.drafts.parts import losses
 from pipeline.drafts.parts.layers import draft_shapes
-from pipeline.drafts.parts.losses import Labels, Term, TermBatch, chunk_rows, compute_term_sums, renormalised_teacher
+from pipeline.drafts.parts.losses import Labels, Term, TermBatch, chunk_rows, compute_term_sums, renormalised_labels
 from pipeline.drafts.parts.objective import select_inputs, vocabulary_indices
 from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.features.batch import Noise, collate, collate_packed
@@ -141,7 +141,9 @@ def sums_of(predictions, batch, head):
     """Return the sums. `predictions`: the horizon and the predicted features, by name."""
     chunk = chunk_rows(V * len(predictions), torch.device("cpu"))
     rows = batch.rows(sorted({horizon for horizon, _ in predictions.values()}), chunk)
-    labels = Labels(batch.labels_BTD.flatten(0, 1)[rows.labels], rows.labels, renormalised_teacher(head), V, chunk)
+    labels = Labels(
+        batch.labels_BTD.flatten(0, 1)[rows.labels], rows.labels, lambda x: renormalised_labels(head(x)), V, chunk
+    )
     batches = [
         TermBatch(
             Term(name, h, WEIGHTS), select_inputs(x, rows.inputs[h]), rows.label_indices[h], rows.chunk_ends[h], 1.0

@@ -15,12 +15,14 @@ p is recomputed from the stored features: no logits are stored.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.basics.accelerator import compile_or_stay_eager
 from pipeline.features.positions import Group
 
 # Numbers of the largest tensor of a chunk, (rows x terms, U) in float32: bounds the memory of the vocabulary-wide part.
@@ -75,36 +77,28 @@ def chunk_rows(widest: int, device: torch.device, gpu_bytes: int | None = None) 
 # -- teachers ---------------------------------------------------------------------------------------------------------
 
 
-def renormalised_teacher(head: Callable[[Tensor], Tensor]) -> Teacher:
-    """Return a teacher with the distribution over the head's own tokens."""
-
-    def soft_labels(labels_MD: Tensor) -> SoftLabels:
-        logits = head(labels_MD).float()
-        return logits.softmax(-1), logits.argmax(-1), None
-
-    return soft_labels
+def renormalised_labels(logits: Tensor) -> SoftLabels:
+    """Return the distribution over the tokens of the logits (m, U)."""
+    logits = logits.float()
+    return logits.softmax(-1), logits.argmax(-1), None
 
 
-def full_vocabulary_teacher(head: Callable[[Tensor], Tensor], ids_U: Tensor, masked: bool) -> Teacher:
-    """Return a teacher with the distribution over the tokens `ids_U`, of a head that has more tokens.
+def full_vocabulary_labels(logits: Tensor, ids_U: Tensor, masked: bool) -> SoftLabels:
+    """Return the distribution over the tokens `ids_U`, from logits (m, V) of more tokens.
 
     Its rows keep their mass, below 1. If `masked`, rows are renormalised where the likeliest of all tokens is among
     `ids_U`, and have no mass elsewhere.
     """
-
-    def soft_labels(labels_MD: Tensor) -> SoftLabels:
-        full_logits = head(labels_MD).float()
-        logits = full_logits[:, ids_U]
-        largest, best = logits.max(-1)
-        has_best = largest >= full_logits.amax(-1)  # the likeliest token of all
-        best = best.where(has_best, -1)  # -1 agrees with no draft token
-        if masked:
-            mass = has_best[:, None].float()
-            return logits.softmax(-1) * mass, best, mass
-        p = (logits - full_logits.logsumexp(-1, keepdim=True)).exp_()
-        return p, best, p.sum(-1, keepdim=True)
-
-    return soft_labels
+    full_logits = logits.float()
+    logits = full_logits[:, ids_U]
+    largest, best = logits.max(-1)
+    has_best = largest >= full_logits.amax(-1)  # the likeliest token of all
+    best = best.where(has_best, -1)  # -1 agrees with no draft token
+    if masked:
+        mass = has_best[:, None].float()
+        return logits.softmax(-1) * mass, best, mass
+    p = (logits - full_logits.logsumexp(-1, keepdim=True)).exp_()
+    return p, best, p.sum(-1, keepdim=True)
 
 
 def text_labels(text_m: Tensor, size: int, weights_m: Tensor | None = None) -> SoftLabels:
@@ -143,6 +137,7 @@ class Labels:
     teacher: Teacher
     vocabulary: int  # the draft's
     chunk: int  # rows
+    compiled: bool = False  # the functions over vocabulary-wide rows
 
     def soft(self, batches: Sequence[TermBatch], number: int) -> list[tuple[slice, SoftLabels]]:
         """Return, for each term, the slice of its rows in chunk `number` and their labels. The teacher runs once."""
@@ -201,6 +196,33 @@ class BiasedHead:
         return self.base(x[..., :-width]) + self.bias_head(x[..., -width:])
 
 
+def classify(
+    logits: Tensor, kind: LossKind, p: Tensor, best: Tensor, mass: Tensor | None, differentiate: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the sums over rows of the loss, of agreeing rows and of acceptances; and the loss's gradient with respect
+    to the logits (m, U).
+    """
+    log_q = logits.float().log_softmax(-1)
+    agree = (log_q.argmax(-1) == best).sum()
+    loss, accept = _KINDS[kind](log_q, p, best, mass, differentiate)  # log_q becomes the gradient
+    return loss, agree, accept, log_q.to(logits.dtype) if differentiate else None
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function over vocabulary-wide rows, of any number, which fuses its passes over memory."""
+    torch._dynamo.config.recompile_limit = 256  # a compilation for every kind, with and without a gradient
+    run = compile_or_stay_eager(function, f"the losses ({function.__name__})")
+
+    def call(*arguments: Any) -> Any:
+        for argument in arguments:
+            if isinstance(argument, Tensor) and argument.ndim and len(argument) > 1:
+                torch._dynamo.maybe_mark_dynamic(argument, 0)
+        return run(*arguments)
+
+    return call
+
+
 class _Classification(torch.autograd.Function):
     """The sums, per term, of the loss, of agreeing rows and of acceptances.
 
@@ -216,6 +238,7 @@ class _Classification(torch.autograd.Function):
         device, differentiate = labels.features_MD.device, any(x.requires_grad for x in features)
         sums = [[torch.zeros((), device=device) for _ in batches] for _ in range(3)]
         slopes: list[Any] = [torch.empty_like(x) if differentiate else None for x in features]
+        classify_rows = compiled(classify) if labels.compiled else classify
         weight_gradient = None
         if weight is not None and weight.requires_grad and differentiate:
             weight_gradient = torch.zeros(weight.shape, device=device)
@@ -226,21 +249,20 @@ class _Classification(torch.autograd.Function):
             with torch.enable_grad():  # one call of the head for all terms
                 hidden = torch.cat(parts).detach().requires_grad_(differentiate)
                 logits = _logits(hidden, head, weight)
-            log_probs = logits.detach().float().log_softmax(-1)
-            for n, (log_q, (_, (p, best, mass))) in enumerate(zip(log_probs.split(sizes), soft, strict=True)):
-                sums[1][n] += (log_q.argmax(-1) == best).sum()
-                # log_q becomes its gradient.
-                loss, accept = _KINDS[batches[n].term.kind](log_q, p, best, mass, differentiate)
-                sums[0][n] += loss
-                sums[2][n] += accept
+            term_slopes: list[Any] = []
+            for n, (term_logits, (_, term_labels)) in enumerate(zip(logits.detach().split(sizes), soft, strict=True)):
+                *parts_sums, slope = classify_rows(term_logits, batches[n].term.kind, *term_labels, differentiate)
+                for total, part_sum in zip(sums, parts_sums, strict=True):
+                    total[n] += part_sum
+                term_slopes.append(slope)
             if not differentiate:
                 continue
-            slope = log_probs.to(logits.dtype)
+            slope = torch.cat(term_slopes) if len(term_slopes) > 1 else term_slopes[0]
             (hidden_gradient,) = torch.autograd.grad(logits, hidden, slope)
             for term_slope, (place, _), part in zip(slopes, soft, hidden_gradient.split(sizes), strict=True):
                 term_slope[place] = part
             if weight_gradient is not None:
-                shared = [batch.share * x for batch, x in zip(batches, slope.split(sizes), strict=True)]
+                shared = [batch.share * x for batch, x in zip(batches, term_slopes, strict=True)]
                 weight_gradient += torch.cat(shared).T @ hidden.detach()[:, -weight_gradient.shape[1] :]
         ctx.shares, ctx.dtype = [batch.share for batch in batches], None if weight is None else weight.dtype
         ctx.save_for_backward(weight_gradient, *slopes)

@@ -38,6 +38,7 @@ class DraftModule(nn.Module):
         self.target_vocabulary: int = shapes["vocab_size"]
         self.has_weights = False  # given before training, so that they are measured before it, too
         self.recompute = False  # recompute activations in the backward instead of keeping them
+        self.compiled = False  # training's functions over the vocabulary
         # In a list, so outside of the module tree: the target's weights are neither trained nor saved.
         self._embed_head: list[EmbeddingAndHead] = []
         vocabulary = config.vocabulary

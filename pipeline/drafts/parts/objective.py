@@ -21,9 +21,10 @@ from pipeline.drafts.parts.losses import (
     Term,
     TermBatch,
     chunk_rows,
+    compiled,
     compute_term_sums,
-    full_vocabulary_teacher,
-    renormalised_teacher,
+    full_vocabulary_labels,
+    renormalised_labels,
 )
 from pipeline.features.positions import Group, Horizons, Positions, Seed
 
@@ -114,7 +115,7 @@ class Objective:
             ]
             text_M = vocabulary_indices(batch.following_BT.flatten()[rows.labels], draft.token_ids_U)
             labels_MD = batch.labels_BTD.flatten(0, 1)[rows.labels]
-            labels = Labels(labels_MD, text_M, self.teacher(draft), draft.vocabulary_size, chunk)
+            labels = Labels(labels_MD, text_M, self.teacher(draft), draft.vocabulary_size, chunk, draft.compiled)
             sums |= compute_term_sums(
                 batches, labels, draft.head(number), draft.head_input if draft.own_heads else None
             )
@@ -127,10 +128,11 @@ class Objective:
 
     def teacher(self, draft: "DraftModule") -> Teacher:
         """Return the teacher: the target's distribution over the draft's vocabulary."""
-        if not self.config.needs_full_head:
-            return renormalised_teacher(draft.embed_head.head)
-        assert draft.token_ids_U is not None
-        return full_vocabulary_teacher(draft.embed_head.head, draft.token_ids_U, self.config.masks_teacher)
+        head = draft.embed_head.head
+        restricted = (draft.token_ids_U, self.config.masks_teacher) if self.config.needs_full_head else ()
+        labels: Any = full_vocabulary_labels if restricted else renormalised_labels
+        labels = compiled(labels) if draft.compiled else labels
+        return lambda labels_MD: labels(head(labels_MD), *restricted)
 
 
 def select_inputs(feature: Tensor, inputs_M: Tensor) -> Tensor:
