@@ -6,6 +6,7 @@ device that is not the CPU:
     with rehearsal() as seen:
         ...                          # torch.accelerator finds `DEVICE`; whatever mixes devices raises `Mixed`
     seen.waits, seen.copies          # by (what, file:line): waits for the device, copies to it that block
+    seen.read                        # by (what, file:line): bytes copied from the device
 
 What it cannot show: kernels and how they round, streams and what is overwritten too early, several devices, NCCL,
 memory, compiled code and CUDA graphs, and whatever asks for CUDA by name.
@@ -47,6 +48,7 @@ class Events:
 
     waits: Counter = field(default_factory=Counter)
     copies: Counter = field(default_factory=Counter)  # to the device, for which the host stands still
+    read: Counter = field(default_factory=Counter)  # bytes, from the device
     pinned: dict[int, Tensor] = field(default_factory=dict)  # by address, kept so that no other tensor takes it
     generators: list[torch.Generator] = field(default_factory=list)  # of the device
 
@@ -57,9 +59,9 @@ class Events:
 _now: list[Events] = []  # the rehearsal that is on, if one is
 
 
-def _note(kind: str, event: str) -> None:
+def _note(kind: str, event: str, count: int = 1) -> None:
     if _now:
-        getattr(_now[-1], kind)[event, _place()] += 1
+        getattr(_now[-1], kind)[event, _place()] += count
 
 
 def _place() -> str:
@@ -130,6 +132,7 @@ class Strict(torch.Tensor):
             raise Mixed(f"numpy() of a tensor of the device at {_place()}")
         if name == "tolist":
             _note("waits", "tolist")
+            _note("read", "tolist", args[0].raw.nbytes)
             return args[0].raw.tolist()
         if name == "new_tensor":
             _note("copies", "new_tensor")
@@ -160,6 +163,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _require_one(name, args, on_host)
     if on_device and (name in ASKS or overload in ASKS):
         _note("waits", name)
+        if name in ("item", "is_nonzero", "_local_scalar_dense"):
+            _note("read", name, on_device[0].element_size())
     if name in INDEXES and on_device and _by_mask(name, args):
         _note("waits", "boolean index")
     stays = bool(on_device) if kwargs.get("device") is None else _is_ours(kwargs["device"])
@@ -229,6 +234,8 @@ def _by_mask(name: str, args: Any) -> bool:
 
 def _moved(source: Tensor, kwargs: dict[str, Any]) -> None:
     from_device, to_device = isinstance(source, Strict), _is_ours(kwargs.get("device") or source.device)
+    if from_device and not to_device:
+        _note("read", "copy to the host", source.raw.nbytes)
     if (
         from_device and not to_device and not kwargs.get("non_blocking")
     ):  # else torch lands it in pinned memory, and goes on
@@ -245,8 +252,10 @@ def _arrived(source: Tensor, non_blocking: bool) -> None:
 def _copied(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if isinstance(to, Strict) and not isinstance(source, Strict):
         _arrived(source, non_blocking)
-    if isinstance(source, Strict) and not isinstance(to, Strict) and not (non_blocking and _now[-1].is_pinned(to)):
-        _note("waits", "copy to the host")
+    if isinstance(source, Strict) and not isinstance(to, Strict):
+        _note("read", "copy to the host", source.raw.nbytes)
+        if not (non_blocking and _now[-1].is_pinned(to)):
+            _note("waits", "copy to the host")
     _raw(to).copy_(_raw(source))
     return to
 

@@ -11,6 +11,7 @@ Drawn candidates  speculative sampling with several siblings: x_j, drawn from q_
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, zip_longest
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,7 @@ class Sampler:
         self._placed = torch.Generator().manual_seed(seed)
         second = int(torch.randint(1 << 32, (), generator=self._placed))  # torch's CPU generator uses 32 bits of a seed
         self._generator = torch.Generator().manual_seed(second)
+        self._next = torch.empty(0, dtype=torch.float64)  # of coins and draws: made already, not used yet
         self._numbers = torch.empty(0, HALVINGS, dtype=torch.float64)
 
     def _draw_through(self, place: int) -> Tensor:
@@ -51,10 +53,29 @@ class Sampler:
         return draw_by_halving(p_NV, self._draw_through(max(places))[places])
 
     def accept(self, probability: float) -> bool:
-        return torch.rand((), generator=self._generator, dtype=torch.float64).item() < probability
+        return self._use(1).item() < probability
 
     def draw_rows(self, q_WV: Tensor) -> Tensor:
-        return draw_by_halving(q_WV, torch.rand(len(q_WV), HALVINGS, generator=self._generator, dtype=torch.float64))
+        return draw_by_halving(q_WV, self._use(len(q_WV) * HALVINGS).view(-1, HALVINGS))
+
+    def draw_ahead(self, p_NV: Tensor, coins: list[int]) -> Tensor:
+        """Draw row n's token [N] as `draw_rows` would after ``coins[n]`` more coins. No random number is used up."""
+        return draw_by_halving(p_NV, self._look(max(coins) + HALVINGS).unfold(0, HALVINGS, 1)[coins])
+
+    def skip_draw(self) -> None:
+        """Use up the random numbers of one draw."""
+        self._use(HALVINGS)
+
+    def _look(self, count: int) -> Tensor:
+        missing = max(count - len(self._next), 0)
+        more = torch.rand(missing, generator=self._generator, dtype=torch.float64)
+        self._next = torch.cat([self._next, more])
+        return self._next[:count]
+
+    def _use(self, count: int) -> Tensor:
+        numbers = self._look(count)
+        self._next = self._next[count:]
+        return numbers
 
 
 def draw_by_halving(p_NV: Tensor, u_NH: Tensor) -> Tensor:
@@ -124,26 +145,67 @@ def accept_best(tree: Tree, following: Callable[[int], int]) -> tuple[list[int],
 
 def accept_drawn(tree: Tree, p_NV: Tensor, randomness: Randomness) -> tuple[list[int], int]:
     """Return ``(path, bonus)`` by rejection sampling; ``p_NV`` are the target's processed probabilities after each
-    node.
+    node. Only the nodes that the walk reaches are computed, and the host reads from the device at each of them.
     """
-    assert tree.proposals is not None
     path: list[int] = []
     children, node = tree.children(), 0
-    p_NV = p_NV.double().cpu()  # the only wait for the device
     while True:
-        p_V, accepted = p_NV[node], -1
-        for child in children[node]:
-            token, q_V = tree.tokens[child], tree.proposals[child]
-            if randomness.accept(min(1.0, (p_V[token] / q_V[token]).item())):
-                accepted = child
-                break
-            residual_V = (p_V - q_V).clamp_min(0)
-            if (mass := residual_V.sum()) > 0:  # else p is q up to rounding, and this rejection has probability 0
-                p_V = residual_V / mass
-        if accepted < 0:
-            return path, int(randomness.draw_rows(p_V[None])[0])
+        rates_C, left_1V = _reject(tree, [[child] for child in children[node]], p_NV[node : node + 1].double())
+        accepted = _first_accepted(children[node], rates_C.tolist(), randomness)
+        if accepted is None:
+            return path, int(randomness.draw_rows(left_1V)[0])
         path.append(accepted)
         node = accepted
+
+
+def accept_drawn_on_device(tree: Tree, p_NV: Tensor, sampler: Sampler) -> tuple[list[int], int]:
+    """Return what `accept_drawn` does, from the same random numbers, with one read from the device: the rates of all
+    nodes and the token drawn after each, 16 bytes a node.
+
+    A node fixes how many coins precede its draw: on the path to it one for each child up to the accepted one, and then
+    one for each of its own children.
+    """
+    children, nodes = tree.children(), range(len(tree.tokens))
+    before = [0] * len(nodes)  # coins until a node is reached
+    for node in nodes:
+        for rank, child in enumerate(children[node], start=1):
+            before[child] = before[node] + rank
+    order = sorted(nodes, key=lambda node: -len(children[node]))
+    ranks = [list(filter(None, column)) for column in zip_longest(*(children[node] for node in order))]
+    rates_C, left_NV = _reject(tree, ranks, p_NV[to_device(order, p_NV.device)].double())
+    bonus_N = sampler.draw_ahead(left_NV, [before[node] + len(children[node]) for node in order])
+    numbers = torch.cat([rates_C, bonus_N.double()]).tolist()  # the only wait for the device
+    rates = dict(zip(chain(*ranks), numbers, strict=False))
+    path, node = [], 0
+    while (accepted := _first_accepted(children[node], [rates[n] for n in children[node]], sampler)) is not None:
+        path.append(accepted)
+        node = accepted
+    sampler.skip_draw()
+    return path, int(numbers[len(rates) + order.index(node)])
+
+
+def _reject(tree: Tree, ranks: list[list[int]], p_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """Reject the children of R nodes, sibling after sibling, all on the device of ``p_RV``. Return p / q of each of the
+    C children when its turn comes [C], in the order of `ranks`, and what p has become at the end [R, V].
+
+    ``ranks[k]`` holds the k-th children of the first nodes; the others have fewer.
+    """
+    assert tree.proposals is not None
+    tokens_C = to_device([tree.tokens[child] for child in chain(*ranks)], p_RV.device, torch.long)
+    rates = [p_RV.new_empty(0)]
+    for siblings, tokens_S1 in zip(ranks, tokens_C[:, None].split([len(x) for x in ranks]), strict=True):
+        p_SV, q_SV = p_RV[: len(siblings)], torch.stack([tree.proposals[child] for child in siblings])
+        rates.append((p_SV.gather(1, tokens_S1) / q_SV.gather(1, tokens_S1))[:, 0])
+        residual_SV = (p_SV - q_SV).clamp_min(0)
+        mass_S1 = residual_SV.sum(-1, keepdim=True)  # 0: p is q up to rounding, and this rejection has probability 0
+        left_SV = torch.where(mass_S1 > 0, residual_SV / mass_S1, p_SV)
+        p_RV = torch.cat([left_SV, p_RV[len(siblings) :]])
+    return torch.cat(rates), p_RV
+
+
+def _first_accepted(siblings: list[int], rates: list[float], randomness: Randomness) -> int | None:
+    pairs = zip(siblings, rates, strict=True)
+    return next((child for child, rate in pairs if randomness.accept(min(1.0, rate))), None)
 
 
 @dataclass

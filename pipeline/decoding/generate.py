@@ -19,7 +19,7 @@ from transformers import (
 
 from pipeline.basics.accelerator import synchronized_time, to_device
 from pipeline.basics.errors import NoAnswer, PipelineError
-from pipeline.decoding.accept import Acceptance, Sampler, accept_best, accept_drawn
+from pipeline.decoding.accept import Acceptance, Sampler, accept_best, accept_drawn, accept_drawn_on_device
 from pipeline.decoding.config import LoadedMethod
 from pipeline.decoding.contract import Cache, Draws, RoundInput, States, TargetModel
 from pipeline.decoding.tree import Tree
@@ -302,11 +302,12 @@ def _verify(
 def _accept(
     tree: Tree, logits_NV: Tensor, sampling: Sampling, sampler: Sampler, prompt: list[int], answer: list[int]
 ) -> tuple[list[int], int]:
-    before = sampling.collect_before(prompt, answer, tree, logits_NV.device)
+    before, on_cpu = sampling.collect_before(prompt, answer, tree, logits_NV.device), logits_NV.device.type == "cpu"
     if tree.proposals is not None:
-        return accept_drawn(tree, sampling.probabilities(logits_NV, before), sampler)
+        rule = accept_drawn if on_cpu else accept_drawn_on_device
+        return rule(tree, sampling.probabilities(logits_NV, before), sampler)
     places = [len(answer) + depth for depth in tree.depths]
-    if logits_NV.device.type != "cpu":
+    if not on_cpu:
         following = sampling.choose(logits_NV, before, sampler, places).tolist()  # the only wait for the device
         return accept_best(tree, following.__getitem__)
 

@@ -3,8 +3,8 @@ their last levels from one forward (Jakiro).
 
 A tree of best candidates is a deterministic function of the context, a static tree may hold drawn ones: `accept.py`
 explains why each is lossless. Growing never reads a number from the device; the tree is copied to the host once, at the
-end (a drawn one with its proposals). The same code grows dynamic trees at many places of a text (replay.py) and at one
-(decoding).
+end, without the distributions of drawn siblings. The same code grows dynamic trees at many places of a text (replay.py)
+and at one (decoding).
 """
 
 import math
@@ -330,7 +330,8 @@ def _grow_static(grower: Grower, root: int, siblings: _Siblings | None) -> Tree:
     """Grow level by level along `static_paths`; only nodes that have children are forwarded."""
     device, paths = grower.device, tuple(tuple(path) for path in static_paths(grower.tree.paths))
     rows: dict[tuple[int, ...], int] = {(): 0}  # path -> row of the forward that predicts its children
-    tokens_of, proposals_of = [], []
+    tokens_of: list[Tensor] = []
+    proposals_of: list[Tensor] = []
     for depth, layer in enumerate(_layers(paths)):  # the children of the nodes at `depth`
         parents, offset = list(dict.fromkeys(path[:-1] for path in layer.paths)), depth - grower.last
         parent_rows = _index(tuple(rows[parent] for parent in parents), device)
@@ -343,18 +344,16 @@ def _grow_static(grower: Grower, root: int, siblings: _Siblings | None) -> Tree:
         tokens = tokens_WC[source, rank]
         tokens_of.append(tokens)
         if siblings:
-            proposals_of.append(proposals[source, rank])
+            proposals_of += proposals[source, rank].unbind()
         above = [rows[layer.paths[place][:-1]] for place in layer.inner]
         if depth < grower.last:
             grower.step(tokens[_index(layer.inner, device)].clamp_min(0), _index(tuple(above), device), depth + 1)
             above = list(range(len(above)))
         rows = {layer.paths[place]: row for place, row in zip(layer.inner, above, strict=True)}
-    # The copy is complete after the next line.
-    drawn_from = torch.cat(proposals_of).to("cpu", non_blocking=True) if siblings else None
     *numbers, failed = torch.cat([*tokens_of, grower.nonfinite[None].long()]).tolist()  # the only wait for the device
     if failed:
         raise not_finite_error(grower.draft)
-    return _collect(root, paths, numbers, drawn_from, device)
+    return _collect(root, paths, numbers, proposals_of if siblings else None, device)
 
 
 def _best(grower: Grower, offset: int, count: int) -> Tensor:
@@ -366,7 +365,7 @@ def _best(grower: Grower, offset: int, count: int) -> Tensor:
 
 
 def _collect(
-    root: int, paths: Sequence[tuple[int, ...]], tokens: list[int], proposals: Tensor | None, device: torch.device
+    root: int, paths: Sequence[tuple[int, ...]], tokens: list[int], proposals: list[Tensor] | None, device: torch.device
 ) -> Tree:
     """Build the tree without the nodes that have no token (-1, or a rank that the vocabulary does not have), and those
     below them.
@@ -379,7 +378,7 @@ def _collect(
             kept_nodes.append(number)
     tree = build_tree(root, [tokens[n] for n in kept_nodes], [places[paths[n][:-1]] for n in kept_nodes], device)
     if proposals is not None:
-        tree.proposals = [proposals[:0], *proposals[kept_nodes]]  # the root was not drawn
+        tree.proposals = [torch.empty(0), *(proposals[n] for n in kept_nodes)]  # the root was not drawn
     return tree
 
 

@@ -20,7 +20,7 @@ class Tree:
     parents: list[int]  # -1 for the root
     depths: list[int]
     ancestors_NN: Tensor  # bool: row n sees its ancestors and itself
-    # of drawn trees: the distribution that node n was drawn from, over target ids [V], on the host; empty for the root
+    # of drawn trees: the distribution that node n was drawn from, over target ids [V], also there; empty for the root
     proposals: list[Tensor] | None = None
 
     @property

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from pipeline.basics.accelerator import pad_width
+from pipeline.decoding.accept import Sampler, accept_drawn, accept_drawn_on_device
 from pipeline.decoding.config import LoadedMethod
 from pipeline.decoding.generate import Sampling, decode_speculative, prefill
+from pipeline.decoding.tree import Tree, build_tree
 from pipeline.drafts import make_objective
 from pipeline.drafts.parallel import dflash, p_eagle
 from pipeline.drafts.parallel.dflash import bundle_anchors
@@ -76,6 +78,8 @@ def test_it_counts_what_an_accelerator_is_waited_for(inference):
         for number, ask in enumerate([*asks, lambda: torch.bincount(x.long()), torch.accelerator.synchronize], start=1):
             ask()
             assert total(counts.waits) == number
+            if ask == asks[-1]:  # of float32 and int64: a sum, an element, three, a bool and three
+                assert total(counts.read) == 4 + 4 + 12 + 1 + 12, counts.read
         pageable = [lambda: torch.ones(3).to(DEVICE, non_blocking=True), lambda: torch.tensor([1], device=DEVICE)]
         for number, copy in enumerate([*pageable, lambda: torch.ones(3).pin_memory().to(DEVICE), lambda: x[[0]]], 1):
             copy()
@@ -184,6 +188,7 @@ def check_decodes_alike(
         decode = rounds_of(device_target, method, temperature)
         counts.waits.clear()
         counts.copies.clear()
+        counts.read.clear()
         got = decode()
     assert got.tokens == want.tokens
     assert got.acceptance == want.acceptance
@@ -194,6 +199,9 @@ def check_decodes_alike(
     loop_waits = 2 * rounds + 3  # the first token, and two readings of the clock
     assert loop_waits <= total(counts.waits) <= loop_waits + router_waits, counts.waits
     assert total(counts.copies) == 0, counts.copies
+    row = 8 * method.draft.target_vocabulary
+    print(f"bytes read a round: {total(counts.read) / rounds:.0f}; one float64 distribution: {row}")
+    assert total(counts.read) < rounds * row, counts.read  # so none of a tree's distributions is copied to the host
 
 
 WITHOUT_KIND = set(VARIANTS) - {name for name, _ in KINDS.values()}  # drafts that no kind of tree is tested with
@@ -211,6 +219,46 @@ def test_every_draft_and_kind_of_tree_decodes_as_on_the_cpu_with_two_waits_a_rou
 def test_rounds_of_fixed_shapes_decode_as_on_the_cpu_with_two_waits_a_round(loaded_target, embed_head, kind):
     name, tree = KINDS.get(kind, (kind, {"depth": 4, "top_k": 4, "nodes": 16}))
     check_decodes_alike(loaded_target, embed_head, VARIANTS[name], tree, fixed_shapes=True)
+
+
+def drawn_round(nodes: int, vocabulary: int, seed: int) -> tuple[Tree, torch.Tensor]:
+    """Return a random tree of drawn siblings, at most four of a node, and p after each node, which resembles q."""
+    generator = torch.Generator().manual_seed(seed)
+    parents, children = [], [0] * nodes
+    for node in range(1, nodes):
+        free = [parent for parent in range(node) if children[parent] < 4]
+        parents.append(free[int(torch.randint(len(free), (), generator=generator)) // 2])  # rather a deep tree's
+        children[parents[-1]] += 1
+    q_NV = (2 * torch.randn(nodes, vocabulary, generator=generator)).double().softmax(-1)
+    tokens = torch.multinomial(q_NV[1:], 1, generator=generator)[:, 0].tolist()
+    tree = build_tree(0, tokens, parents, torch.device("cpu"))
+    tree.proposals = list(q_NV)
+    p_NV = 0.1 * (2 * torch.randn(nodes, vocabulary, generator=generator)).softmax(-1)
+    for node, parent in enumerate(parents, start=1):
+        p_NV[parent] += q_NV[node].float() * 0.9 / children[parent]
+    return tree, p_NV / p_NV.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(("nodes", "vocabulary", "rounds"), [(13, 40, 60), (60, 128_256, 3)])
+def test_drawn_siblings_are_accepted_on_the_device_as_on_the_host_with_one_small_read(nodes, vocabulary, rounds):
+    host, ahead, lengths = Sampler(7), Sampler(7), Counter()
+    for seed in range(rounds):
+        tree, p_NV = drawn_round(nodes, vocabulary, seed)
+        want = accept_drawn(tree, p_NV, host)
+        with rehearsal() as counts:
+            device_tree = replace(tree, proposals=[q_V.to(DEVICE) for q_V in tree.proposals])
+            device_p_NV = p_NV.to(DEVICE)
+            counts.copies.clear()
+            assert accept_drawn_on_device(device_tree, device_p_NV, ahead) == want
+        assert total(counts.waits) == 1, counts.waits
+        assert total(counts.copies) == 0, counts.copies
+        assert total(counts.read) == 8 * (2 * nodes - 1), counts.read
+        lengths[len(want[0])] += 1
+    distributions = sum(x.nbytes for x in (*tree.proposals[1:], p_NV.double()))
+    print(f"{nodes} nodes: {total(counts.read)} bytes read; p and the proposals: {distributions}; {dict(lengths)}")
+    assert host.accept(0.5) == ahead.accept(0.5)
+    assert torch.equal(host.draw_rows(p_NV[:1]), ahead.draw_rows(p_NV[:1]))  # as many numbers were used
+    assert rounds < 10 or {0, 1, 2} <= set(lengths)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 shards lie on the disk than there is room for, and the number of shards made is the minimum for that room.
 """
 
+import heapq
 import os
 import re
 import shutil
@@ -15,18 +16,24 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from pipeline.artifacts.features import ShardRequest, feature_spec, fetch, write_shard_request
+from infra.plan.memory import count_shards_ahead
+from pipeline.artifacts.features import ShardRequest, feature_spec, fetch, read_shard_request, write_shard_request
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import sha256
+from pipeline.features.positions import Horizons
 from pipeline.features.shards import Manifest, ShardRecord, shard_name
 from pipeline.features.store import Store
+from pipeline.lm.states import Needs
 from pipeline.recipe.load import load_recipe, override_arguments
 from pipeline.recipe.recipe import Recipe
+from pipeline.running.crew import NO_TASK_YET
 from pipeline.running.state import features_state
+from pipeline.running.workers import WorkerPool
 from preprocess.dump.feeder import feed
 from tests.kit import (
     Shown,
@@ -41,6 +48,7 @@ from tests.kit import (
 )
 from tests.train.runs import kill_training, run_training, steps_so_far, stopped_here, train_here
 from tests.warm import PATIENCE, Forked
+from train.input.data import Batches
 from train.input.features import FedStore
 from train.input.order import Order, Reads
 
@@ -370,6 +378,70 @@ def test_a_feeder_makes_the_shards_of_a_stored_dump_and_keeps_those_that_fit(dum
         assert reads.count_made_shards(3, room) == count and left(recipe) == []
         done, total = Shown.last.shown[-1]
         assert done == total > 0 and len({done for done, _ in Shown.last.shown}) > 2 * count  # it moves with batches
+
+
+BEGIN = 1.0  # of the simulated clock, in seconds
+
+
+class SimulatedCrew:
+    """Workers on a simulated clock, each of which takes a second for 1000 tokens, and a training that takes no time
+    once it has its shards. The feeder, the order of reading and the requests are the real ones.
+    """
+
+    def __init__(self, recipe: Recipe):
+        self.now, self.made, self.most, self.recipe = BEGIN, 0, 0, recipe
+        store = FedStore(recipe, Manifest.load(recipe.paths.features).spec)
+        self._records, self._step = store.records, 0
+        self._batches = Batches(store, recipe.train, Horizons([1]), Needs(), recipe.seed, 0, 1)
+
+    def results(self, tasks, _watch) -> Iterator[tuple[None, ShardRecord]]:
+        """Stand for `WorkerPool.results`."""
+        busy, task = [], next(tasks)
+        while task is not None or busy:
+            while task not in (None, NO_TASK_YET) and len(busy) < self.recipe.features.workers:
+                record = self._records[task.index]
+                heapq.heappush(busy, (self.now + record.tokens / 1000, task.index, record))
+                task, self.most = next(tasks, None), max(self.most, len(busy))
+            self.now, _, record = heapq.heappop(busy)
+            self.made += record.tokens
+            yield None, record
+            task = next(tasks, None) if task in (None, NO_TASK_YET) else task
+
+    def read_request(self, recipe: Recipe) -> ShardRequest:
+        """Train as far as the shards allow, request the next ones as training does, and read the request."""
+        held = {record.index for record in Manifest.load(recipe.paths.features).shards_of("train")}
+        order = self._batches.order
+        while self._step < order.steps and order.reads.of_steps[self._step] <= held:
+            self._step += 1
+        if self._step == order.steps:
+            return ShardRequest([])
+        self._batches._request_shards(self._step)
+        return read_shard_request(recipe)
+
+
+def test_a_window_caps_the_speed_of_more_workers_than_it_has_room_for(dumped, tmp_path, monkeypatch):
+    """Shards of two windows are made at a time, as `plan` says, however many workers there are; what the feeder says of
+    their waiting is so. A window of as many shards as there are workers keeps all of them at work.
+    """
+    sets = ["features.keep=window", "features.rows_per_shard=2", "train.global_batch=1", "train.micro_batch=1"]
+    speeds = {}
+    for window, workers in ((1, 2), (1, 4), (1, 6), (2, 6), (3, 6), (6, 6)):
+        more = [f"output={tmp_path / f'{window}-{workers}'}", f"train.window={window}", f"features.workers={workers}"]
+        recipe = load_recipe(dumped[0], [*sets, *more])
+        dump_here(recipe)
+        crew = SimulatedCrew(recipe)
+        clock = SimpleNamespace(monotonic=lambda crew=crew: crew.now, sleep=lambda _: None)
+        with monkeypatch.context() as patched:
+            patched.setattr("preprocess.dump.feeder.time", clock)
+            patched.setattr("preprocess.dump.feeder.read_shard_request", crew.read_request)
+            patched.setattr(WorkerPool, "results", lambda _, *inputs, crew=crew: crew.results(*inputs))
+            (line,) = feed(recipe)
+        speeds[window, workers] = speed = crew.made / (crew.now - BEGIN)
+        print(f"window of {window}, {workers} workers: {speed:,.0f} tokens/s, {crew.most} shards at a time; {line}")
+        assert crew.most == min(workers, count_shards_ahead(recipe, 40, 1))
+        assert f"{1000 * workers:,} tokens/s, waiting {1 - speed / 1000 / workers:.0%} for room" in line
+    assert speeds[1, 2] == speeds[1, 4] == speeds[1, 6] <= 2000
+    assert speeds[1, 6] < speeds[2, 6] <= 4000 < speeds[3, 6] < 0.9 * 6000 < speeds[6, 6]
 
 
 def test_what_was_fed_goes_and_what_a_dump_kept_stays(dumped, tmp_path, monkeypatch):
