@@ -88,12 +88,12 @@ def trained(name: str) -> dict:
     return dict(zip(KEYS, TRAIN[name], strict=True))
 
 
-def written(name: str, folder) -> Recipe:
-    """Return the recipe that `new` writes on a machine with four GPUs."""
+def written(name: str, folder, **more) -> Recipe:
+    """Return the recipe that `new` writes on a machine with four GPUs; `more` is added to the target's configuration."""
     config, machine = configuration("llama3-instruct-8b"), first_recipe.Machine(4, 80e9)
     arguments = {"target": "OWNER/NAME", "data": None, "draft": name, "license": "llama3", "preset": "paper"}
     source = first_recipe.DataSource(records=100_000, complete=False, usable=1.0, length=1379.0, report="")
-    config.max_position_embeddings = 8192
+    config.update({"max_position_embeddings": 8192, **more})
     out = folder / "my.toml"
     out.write_text(first_recipe.recipe_text(Namespace(**arguments, out=out), config, machine, 16e9, source))
     return load_recipe(out)
@@ -114,6 +114,12 @@ def test_a_preset_writes_what_the_papers_recipe_held(name, tmp_path):
     assert (data.heldout_fraction, data.validation_dialogues, data.heldout_prompts) == (0.02, 256, 100)
     assert recipe.eval.temperatures == [0.0, 1.0]
     assert recipe.stored_dtype == ("float8_e4m3fn" if recipe.draft[name].auxiliary else "bfloat16")
+
+
+def test_a_target_of_experts_begins_with_a_short_chain_and_the_tuner_goes_on(tmp_path):
+    assert not written("eagle", tmp_path).eval.methods
+    recipe = written("eagle", tmp_path, num_experts=128, num_experts_per_tok=8)
+    assert recipe.tree("eagle").nodes == 2 and "jakiro tune finds" in (tmp_path / "my.toml").read_text()
 
 
 @pytest.mark.parametrize("target", OF_TARGETS)

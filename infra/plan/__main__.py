@@ -46,6 +46,7 @@ from pipeline.basics.public import public_name
 from pipeline.drafts import build, parameter_count
 from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.features.schema import FP8
+from pipeline.lm.ability import count_experts
 from pipeline.lm.model import load_config, resolve_device
 from pipeline.recipe.dtypes import describe_dtypes, warn_of_emulation
 from pipeline.recipe.load import add_recipe_arguments, load_recipe
@@ -299,8 +300,6 @@ def warn_of_idle_gpus(recipe: Recipe) -> Iterator[str]:
             )
 
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names of families
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "top_k_experts")
 MANY_TIMES = 2.0  # a token's experts
 
 
@@ -308,12 +307,9 @@ def warn_of_experts(recipe: Recipe) -> Iterator[str]:
     """Yield a line if a tree's tokens use many times a token's experts, each of which is then read from memory. A token
     uses each expert with the same probability, independently of the others.
     """
-    config = load_config(recipe.target)
-    experts, used = (
-        next((n for key in names if (n := getattr(config, key, None))), 0) for names in (EXPERTS, EXPERTS_PER_TOKEN)
-    )
+    experts, used = count_experts(load_config(recipe.target))
     nodes = max((recipe.tree(name).nodes for name in recipe.methods), default=0)
-    if not used or used >= experts or not nodes:
+    if used == experts or not nodes:
         return
     expected = experts * (1 - (1 - used / experts) ** nodes)
     if expected > MANY_TIMES * used:

@@ -191,3 +191,15 @@ def _require_near(
             f"{difference.item():.3g} from plain decoding's, expected at most {bound.item():.3g}); it needs support in "
             "pipeline/lm"
         )
+
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names of families
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "top_k_experts")
+
+
+def count_experts(config: Any) -> tuple[int, int]:
+    """Return the number of experts of a layer, and how many a token uses; (0, 0) if each token uses all weights."""
+    experts, used = (
+        next((n for key in names if (n := getattr(config, key, None))), 0) for names in (EXPERTS, EXPERTS_PER_TOKEN)
+    )
+    return (experts, used) if 0 < used < experts else (0, 0)

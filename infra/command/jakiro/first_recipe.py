@@ -22,6 +22,7 @@ from pipeline.drafts import DRAFTS, build, kind_key, load_settings
 from pipeline.drafts.native.families import HEADS, find_family
 from pipeline.drafts.parts.layers import MLP_RATIO, draft_shapes
 from pipeline.features.reasons import describe_reasons
+from pipeline.lm.ability import count_experts
 from pipeline.lm.attention import declared_positions
 from pipeline.lm.chat import Unusable
 from pipeline.lm.config import TargetConfig
@@ -45,6 +46,7 @@ FEW_STEPS = 20  # an epoch: with fewer, a CPU's global batch is the smallest pos
 GB = 1e9
 ROOM = 1.3  # a worker's memory over its weights, roughly: the batch in flight, the allocator
 ALWAYS = {"epochs", "global_batch", "micro_batch", "warmup_steps", "learning_rate"}  # keys of [train]
+SHORT_CHAIN = {"depth": 2, "siblings": "none"}
 TEMPLATE = jakiro.HOME / "infra/templates/recipe.toml.jinja"
 
 
@@ -220,16 +222,21 @@ def recipe_text(
         settings=draft_settings(preset, config, paper),
         training=preset.training,
         more={key: value for key, value in preset.train.items() if key not in ALWAYS},
-        tree=chain_of(preset) if obstacle else preset.tree,
+        tree=choose_tree(preset, config, obstacle),
+        experts=count_experts(config)[0],
         obstacle=obstacle and obstacle.partition(":")[0],
         pack_tokens=pack_tokens,
         sizes=Sizes.of(source, share.ranks, preset.training if paper else None, pack_tokens),
     )
 
 
-def chain_of(preset: Preset) -> dict[str, Any]:
-    """Return the chain that is as deep as the preset's tree."""
-    return {"depth": TreeConfig(**preset.tree).depth, "siblings": "none"}
+def choose_tree(preset: Preset, config: Any, obstacle: str | None) -> dict[str, Any]:
+    """Return the preset's tree; a short chain for a target of experts, most of which a tree reads; or the chain that is
+    as deep as the preset's tree, for a target that verifies chains alone.
+    """
+    if count_experts(config)[0]:
+        return SHORT_CHAIN
+    return {"depth": TreeConfig(**preset.tree).depth, "siblings": "none"} if obstacle else preset.tree
 
 
 def draft_settings(preset: Preset, config: Any, paper: bool) -> dict[str, Any]:
@@ -245,8 +252,7 @@ def draft_settings(preset: Preset, config: Any, paper: bool) -> dict[str, Any]:
     family = find_family(config)
     if settings["kind"] == "mtp" and family and HEADS[family].before_norm:
         settings |= {"before_norm": True}
-    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    if experts and "mlp_width" in DRAFTS[kind_key(settings)].config.__dataclass_fields__:
+    if count_experts(config)[0] and "mlp_width" in DRAFTS[kind_key(settings)].config.__dataclass_fields__:
         settings.setdefault("mlp_width", MLP_RATIO * config.hidden_size)
     return settings
 
@@ -282,8 +288,11 @@ def write_recipe(args: argparse.Namespace) -> list[str]:
     with atomic_path(args.out) as unfinished:  # no file is left if the recipe is invalid
         unfinished.write_text(text)
         load_recipe(unfinished)
+    run = f"jakiro run {args.out}"
+    if count_experts(config)[0]:  # the recipe's chain is a guess
+        run += f" --until train, jakiro tune {args.out} and jakiro eval {args.out} --tuned"
     return [
         f"target: {type(config).__name__}, {config.num_hidden_layers} layers, {weights / 2e9:.2f}B parameters",
         f"data: {source.report}",
-        f"{args.out} is written: read it, then jakiro plan {args.out} and jakiro run {args.out}",
+        f"{args.out} is written: read it, then jakiro plan {args.out} and {run}",
     ]
