@@ -1,5 +1,6 @@
 """The bytes that training moves: those of a batch, and those that ranks exchange in a step."""
 
+import json
 from dataclasses import fields
 
 import numpy as np
@@ -10,6 +11,7 @@ from pipeline.drafts import load_settings, make_objective
 from pipeline.features.schema import FP8, FeatureSpec, TextRow
 from pipeline.features.shards import FeatureStore, write_features
 from pipeline.recipe.sections import TrainConfig
+from tests.kit import BIN, free_port, run_command
 from tests.strict import DEVICE, rehearsal
 from train.input.data import Batches
 
@@ -57,3 +59,28 @@ def test_a_batch_carries_each_state_once(tmp_path, kind, stored_dtype, packed):
     print(f"{kind}, {stored_dtype}, {count} rows of {inputs}: {bytes_sent:,} bytes, with labels {before:,} + ids")
     assert bool(batch.noise) == needs.final
     assert bytes_sent <= states * per_state + 24 * count * inputs
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ranks_exchange_what_training_md_says(dtype):
+    """Gradients of P parameters: once a step, by ZeRO-2 once a micro-batch. Weights: from ZeRO-1 on, once a step."""
+    launcher = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", str(free_port())]
+    done = run_command([*launcher, "-m", "tests.train.exchanged", dtype])
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == (6 if dtype == "float32" else 5), done.stderr
+    weight, copied = 4 if dtype == "float32" else 2, {}
+    for line in lines:
+        stage, accumulation, count = line["stage"], line["accumulation"], line["parameters"]
+        gradient = 4 if stage or dtype == "float32" else 2
+        times = accumulation if stage == 2 else 1
+        want = {"all_reduce": gradient * times * count} | ({"all_gather_into_tensor": weight * count} if stage else {})
+        copied[stage, accumulation] = line["copied"] / count
+        shown = {name: f"{value / count:g} P" for name, value in line["exchanged"].items()}
+        print(
+            f"{dtype}, ZeRO-{stage}, {accumulation} micro-batches ({line['optimizer']}): {shown}, "
+            f"copied {copied[stage, accumulation]:.1f} P"
+        )
+        assert line["exchanged"] == want
+    assert copied[1, 4] < copied[2, 4] and copied[1, 1] <= copied[2, 1]
+    assert (copied[0, 1] < copied[1, 1]) == (dtype == "float32")
