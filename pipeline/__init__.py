@@ -10,7 +10,8 @@ Shape letters, used as suffixes of tensor names (``hidden_BTD``):
     A places of a replayed text        L levels that one forward answers         H heads, I their size
 
 Second meanings, where the first makes no sense: S states of a token (``states_TSD``: the last one, then the auxiliary
-layers'), K auxiliary layers (``auxiliary_TKD``) or children of a node (``tokens_AWK``), C candidates (``tokens_AC``).
+layers'), K auxiliary layers (``auxiliary_TKD``) or children of a node (``tokens_AWK``), C candidates (``tokens_AC``), L
+states of a row of dialogues (``final_BLD``).
 
 Index conventions (position i of a dialogue t_0 .. t_{L-1}):
 

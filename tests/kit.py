@@ -317,6 +317,12 @@ def positions_in(objective, packed):
     return (objective.positions(row.input_ids, row.loss_mask) for rows in packed for row in rows)
 
 
+def labels_of(batch) -> torch.Tensor:
+    """The label of every input (B, T, D)."""
+    shape = batch.tokens_BT.shape
+    return batch.labels_at(torch.arange(shape.numel(), device=batch.tokens_BT.device)).unflatten(0, shape)
+
+
 def mask_of(batch, group=1) -> torch.Tensor:
     """Bool (B, T): which inputs are trained."""
     mask = torch.zeros(batch.tokens_BT.shape, dtype=torch.bool)

@@ -372,7 +372,7 @@ def test_counted_activations_equal_those_of_a_real_forward(tiny_recipe, embed_he
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         positions = all_positions(config, 2, 159)
-        draft(Batch(hidden_BTD, tokens_BT, hidden_BTD, positions, {}, None, states_BTSD, before_BT=tokens_BT))
+        draft(Batch(hidden_BTD, tokens_BT, positions, {}, None, states_BTSD, tokens_BT, hidden_BTD))
     counted = activation_bytes(recipe, planned(recipe, config), recompute)
     assert counted == pytest.approx(sum(sizes.values()), rel=0.02)
 

@@ -25,8 +25,9 @@ from pipeline.recipe.identity import train_hash
 from pipeline.recipe.recipe import Recipe
 from pipeline.running.state import begin_resume_states
 from train import acceptance
-from train.engine.engine import BEST, TrainingEngine, add_sums
+from train.engine.engine import TrainingEngine, add_sums
 from train.engine.ranks import decide_on_rank_0, fail_together, run_on_rank_0
+from train.engine.resume import BEST
 from train.input.data import Batches
 from train.input.features import Stores, require_shared
 from train.input.order import vocabulary_coverage
@@ -205,6 +206,7 @@ class _Run:
                 shown |= {"tokens/s": f"{tokens / seconds:,.0f}", "waiting": f"{waited / seconds:.0%}"}
                 progress.reach(self._engine.step, **shown)
                 yield self._engine.step
+            self._engine.finish_resume()
 
     def _train_step(self, micro_batches) -> dict[str, str]:
         rate, begin = self._engine.learning_rate(), time.monotonic()
@@ -223,6 +225,8 @@ class _Run:
         if self._is_finished or self._is_state_due(step):
             self._engine.save_resume(asdict(self._state))
             self._saved = time.monotonic()
+        else:
+            self._engine.finish_resume(wait=False)
         if validated and self._config.decode == "always":
             self._measure_decoded_tau(self._updated_copy().state_dict(), self._state.validation, quiet=True)
         shown = {"loss": f"{values['loss']:.3f}", "top-1": f"{values['agreement']:.3f}"}

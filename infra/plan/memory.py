@@ -170,7 +170,8 @@ def step_bytes(recipe: Recipe, draft: TrainedDraft) -> float:
     activations = activation_bytes(recipe, draft, recompute=False)
     if config.recompute:  # and one pass again
         activations = activation_bytes(recipe, draft, recompute=True) + activations / draft.training_forwards
-    batch = (2 + len(draft.needs.auxiliary)) * tokens * width * size  # features, labels, auxiliary states
+    # Final states; those with noise, of a draft that reads them; auxiliary ones.
+    batch = (1 + draft.needs.final + len(draft.needs.auxiliary)) * tokens * width * size
     positions = all_positions(draft.config, config.micro_batch, row_tokens(recipe))
     trained_rows = sum(len(positions[term.group]) for term in draft.config.terms(0) if not term.is_penalty)
     rows = width * (
@@ -239,7 +240,9 @@ def _activation_bytes(
     hidden_BTD = torch.empty(*shape, width)
     states_BTSD = torch.empty(*shape, len(draft.needs.auxiliary), width) if draft.needs.auxiliary else None
     packed_BT, lengths = tokens_BT if config.pack_tokens else None, [[count]] * config.micro_batch
-    batch = Batch(hidden_BTD, tokens_BT, hidden_BTD, positions, {}, packed_BT, states_BTSD, tokens_BT, lengths=lengths)
+    batch = Batch(
+        hidden_BTD, tokens_BT, positions, {}, packed_BT, states_BTSD, tokens_BT, noisy_BTD=hidden_BTD, lengths=lengths
+    )
     decoder_weights = [] if decoder is None else [*decoder.parameters(), *decoder.buffers()]
     excluded = {
         x.untyped_storage()._cdata

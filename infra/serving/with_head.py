@@ -155,8 +155,7 @@ def _predict(model: Any, head: Mtp, states_BTD: Tensor, tokens_BT: Tensor) -> Te
     """Return the head's features (B, T - 1, D) for the tokens after the next ones."""
     weight_VD = model.lm_head.weight.detach()
     head.bind(EmbeddingAndHead(model.model.embed_tokens.weight.detach(), LMHead(weight_VD), ""))
-    inputs_BTD = states_BTD[:, :-1]
-    batch = Batch(inputs_BTD, tokens_BT[:, 1:], states_BTD[:, 1:], {}, {}, auxiliary_BTSD=inputs_BTD[:, :, None])
+    batch = Batch(states_BTD, tokens_BT[:, 1:], {}, {}, auxiliary_BTSD=states_BTD[:, :-1, None])
     return head(batch)[0][0]
 
 

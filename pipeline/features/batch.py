@@ -12,6 +12,7 @@ from torch import Tensor
 from pipeline.basics.accelerator import pad_width, to_device
 from pipeline.features.positions import Group, PositionChooser, Positions
 from pipeline.features.schema import TextRow, dequantise
+from pipeline.lm.states import Needs, States
 
 CPU = torch.device("cpu")
 
@@ -61,17 +62,20 @@ class LossRows:
 class Batch:
     """B rows padded on the right; each holds one dialogue, or several, packed one after the other. T counts inputs: one
     less than a dialogue's tokens.
+
+    A dialogue's states f_0 .. f_{L-1} are there once: the features of its inputs are all but the last, their labels all
+    but the first. So a row has as many states as inputs and dialogues.
     """
 
-    hidden_BTD: Tensor  # f_i
+    final_BLD: Tensor  # the states of the dialogues of each row, one dialogue after the other
     tokens_BT: Tensor  # t_{i+1}
-    labels_BTD: Tensor  # f_{i+1}
     # These stay on the host, so that the host knows without a copy which positions are trained, and how many.
     positions: dict[Group, Positions]
     totals: dict[Group, int]  # positions of the WHOLE global batch, by group
     begins_BT: Tensor | None = None  # index of the first input of i's dialogue; None if each row is one dialogue
     auxiliary_BTSD: Tensor | None = None  # outputs of the target's auxiliary layers at t_i, if the draft uses them
     before_BT: Tensor | None = None  # t_i
+    noisy_BTD: Tensor | None = None  # f_i with its noise, made by `to`; None: there is none
     step: int = 0  # of the optimiser
     documents: list[list[str]] = field(default_factory=list)  # each row's document ids
     lengths: list[list[int]] = field(default_factory=list)  # the inputs of each row's dialogues
@@ -80,7 +84,7 @@ class Batch:
     noise: list[Noise] = field(default_factory=list)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        names = ("hidden_BTD", "tokens_BT", "labels_BTD", "begins_BT", "auxiliary_BTSD", "before_BT")
+        names = ("final_BLD", "tokens_BT", "begins_BT", "auxiliary_BTSD", "before_BT", "noisy_BTD")
         tensors: Any = {name: x if (x := getattr(self, name)) is None else change(x) for name in names}
         return replace(self, **tensors, scales={name: change(scale) for name, scale in self.scales.items()})
 
@@ -90,9 +94,9 @@ class Batch:
         states: Any = {name: dequantise(getattr(batch, name), scale) for name, scale in batch.scales.items()}
         batch = replace(batch, **states, scales={}, noise=[])
         if self.noise:
-            batch.hidden_BTD = batch.hidden_BTD.to(torch.float32, copy=True)
-        for noise in self.noise:
-            noise.add_to(batch.hidden_BTD)
+            batch.noisy_BTD = batch.hidden_BTD.float()
+            for noise in self.noise:
+                noise.add_to(batch.noisy_BTD)
         return batch._map(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
     def pin_memory(self) -> "Batch":
@@ -100,9 +104,37 @@ class Batch:
         return self._map(Tensor.pin_memory)
 
     @property
+    def hidden_BTD(self) -> Tensor:
+        """The features f_i of the inputs, with their noise."""
+        if self.noisy_BTD is not None:
+            return self.noisy_BTD
+        places_BT = self._places_BT(0)
+        return self.final_BLD.flatten(0, 1).index_select(0, places_BT.flatten()).unflatten(0, places_BT.shape)
+
+    def labels_at(self, numbers_M: Tensor) -> Tensor:
+        """Return the labels f_{i+1} (M, D) of the inputs with these numbers, below B T."""
+        return self.final_BLD.flatten(0, 1).index_select(0, self._places_BT(1).flatten()[numbers_M])
+
+    def _places_BT(self, shift: int) -> Tensor:
+        """Return the place of f_{i+shift} in the flattened `final_BLD` for each input; `shift` is 0 or 1."""
+        (count, width), length, device = self.tokens_BT.shape, self.final_BLD.shape[1], self.tokens_BT.device
+        inputs_T = torch.arange(width, device=device)
+        places_BT = inputs_T.expand(count, width)
+        if self.begins_BT is not None:  # one state more for each dialogue before this one; padding counts as one
+            places_BT = places_BT + (self.begins_BT == inputs_T).cumsum(1) - 1
+        return (places_BT + shift).clamp_max(length - 1) + length * torch.arange(count, device=device)[:, None]
+
+    def select(self, needs: Needs) -> Tensor:
+        """Return the states (B, T, S, D) that the draft reads at each input."""
+        if not needs.final:
+            assert self.auxiliary_BTSD is not None
+            return self.auxiliary_BTSD
+        return States(self.hidden_BTD, self.auxiliary_BTSD, needs.auxiliary).select(needs)
+
+    @property
     def states(self) -> list[Tensor]:
         """The states that came from shards; dimension 0 is the row."""
-        tensors = [x for x in (self.hidden_BTD, self.labels_BTD, self.auxiliary_BTSD) if x is not None]
+        tensors = [x for x in (self.final_BLD, self.auxiliary_BTSD) if x is not None]
         return [x.float() if x.dtype == torch.float8_e4m3fn else x for x in tensors]
 
     @property
@@ -140,7 +172,7 @@ class Batch:
         firsts = torch.arange(0, len(labels) + chunk, chunk)
         chunk_ends = {group: torch.searchsorted(numbers, firsts).tolist() for group, numbers in label_indices.items()}
         tensors = [labels, *inputs.values(), *label_indices.values()]
-        labels_M, *parts = to_device(torch.cat(tensors), self.labels_BTD.device).split([len(part) for part in tensors])
+        labels_M, *parts = to_device(torch.cat(tensors), self.tokens_BT.device).split([len(part) for part in tensors])
         input_parts, label_parts = parts[: len(inputs)], parts[len(inputs) :]
         return LossRows(
             labels_M,
@@ -194,23 +226,22 @@ def collate_packed(
     """
     inputs = max(width, max(sum(len(row.input_ids) - 1 for row in rows) for rows in packed))
     shape, first_row = (len(packed), inputs), packed[0][0]
-    hidden = torch.zeros(*shape, first_row.hidden_TD.shape[1], dtype=first_row.hidden_TD.dtype)
-    labels = torch.zeros_like(hidden)
-    states = torch.zeros(*shape, len(auxiliary), hidden.shape[-1], dtype=hidden.dtype) if auxiliary else None
+    long_shape = len(packed), inputs + max(map(len, packed))
+    final = torch.zeros(*long_shape, first_row.hidden_TD.shape[1], dtype=first_row.hidden_TD.dtype)
+    states = torch.zeros(*shape, len(auxiliary), final.shape[-1], dtype=final.dtype) if auxiliary else None
     scales = {}
     if first_row.scales_TS is not None:  # float8, which `Batch.to` decodes
-        scales = {"hidden_BTD": torch.zeros(shape), "labels_BTD": torch.zeros(shape)}
+        scales = {"final_BLD": torch.zeros(long_shape)}
         scales |= {"auxiliary_BTSD": torch.zeros(*shape, len(auxiliary))} if auxiliary else {}
     before, tokens, begins = (torch.zeros(shape, dtype=torch.long) for _ in range(3))
     chosen: dict[Group, list[tuple[Tensor, Tensor]]] = {}
     for b, rows in enumerate(packed):
-        begin = 0
+        begin = place = 0
         for row in rows:
-            span = slice(begin, begin + len(row.input_ids) - 1)
-            hidden[b, span], labels[b, span] = row.hidden_TD[:-1], row.hidden_TD[1:]
+            span, whole = slice(begin, begin + len(row.input_ids) - 1), slice(place, place + len(row.input_ids))
+            final[b, whole] = row.hidden_TD
             if row.scales_TS is not None:
-                scales["hidden_BTD"][b, span] = row.scales_TS[:-1, 0]
-                scales["labels_BTD"][b, span] = row.scales_TS[1:, 0]
+                scales["final_BLD"][b, whole] = row.scales_TS[:, 0]
                 if auxiliary:
                     scales["auxiliary_BTSD"][b, span] = row.scales_TS[:-1, [1 + place for place in auxiliary]]
             if states is not None:
@@ -222,12 +253,13 @@ def collate_packed(
                 at = b * inputs + begin
                 chosen.setdefault(group, []).append((group_positions.inputs + at, group_positions.labels + (at - 1)))
             begins[b, span] = begin
-            begin = span.stop
+            if span.stop > begin:  # one token alone is no input
+                begin, place = span.stop, whole.stop
         begins[b, begin:] = begin
     documents = [[row.doc_id for row in rows] for rows in packed]
     flat = {group: Positions(*map(torch.cat, zip(*parts, strict=True))) for group, parts in chosen.items()}
     lengths = [[len(row.input_ids) - 1 for row in rows] for rows in packed]
     return Batch(
-        hidden, tokens, labels, flat, totals, begins, states, before,
+        final, tokens, flat, totals, begins, states, before,
         documents=documents, lengths=lengths, scales=scales,
     )  # fmt: skip

@@ -26,7 +26,7 @@ from pipeline.features.batch import Noise, collate, collate_packed
 from pipeline.features.positions import Horizons, trained_mask
 from pipeline.features.schema import TextRow
 from pipeline.lm.states import LMHead
-from tests.kit import mask_of, positions_in
+from tests.kit import labels_of, mask_of, positions_in
 
 D, V, CPU = 6, 11, torch.device("cpu")
 
@@ -70,13 +70,13 @@ def test_collate_shifts_by_one(lengths):
     totals, inputs, zero = {1: 5, 2: 3}, max(lengths) - 1, torch.zeros(D)
     batch = collate(rows, Horizons([1, 2]), totals)
     assert batch.tokens_BT.shape == (len(rows), inputs)
-    assert batch.hidden_BTD.shape == batch.labels_BTD.shape == (len(rows), inputs, D)
+    assert batch.hidden_BTD.shape == labels_of(batch).shape == (len(rows), inputs, D)
     assert batch.totals == totals
     for b, row in enumerate(rows):
         for i in range(inputs):
             real = i + 1 < lengths[b]
-            assert torch.equal(batch.hidden_BTD[b, i], row.hidden_TD[i] if real else zero)
-            assert torch.equal(batch.labels_BTD[b, i], row.hidden_TD[i + 1] if real else zero)
+            assert torch.equal(batch.hidden_BTD[b, i], row.hidden_TD[i] if i < lengths[b] else zero)
+            assert torch.equal(labels_of(batch)[b, i], row.hidden_TD[i + 1] if real else zero)
             assert batch.tokens_BT[b, i] == (row.input_ids[i + 1] if real else 0)
             for h in (1, 2):
                 assert mask_of(batch, h)[b, i] == bool(real and trained_mask(row.loss_mask, h)[i])
@@ -100,8 +100,9 @@ def test_noise_is_added_before_the_rounding_and_never_to_labels():
     noisy = replace(clean, noise=noise).to(CPU, torch.bfloat16)
     for b, n in ((0, 5), (1, 3)):
         expected = rows[b].hidden_TD[:n] + noise[b].draw(D, CPU)
-        assert torch.equal(noisy.hidden_BTD[b, :n], expected.bfloat16()) and not noisy.hidden_BTD[b, n:].any()
-    assert torch.equal(noisy.labels_BTD, clean.labels_BTD.bfloat16())
+        assert torch.equal(noisy.hidden_BTD[b, :n], expected.bfloat16())
+        assert torch.equal(noisy.hidden_BTD[b, n:], clean.hidden_BTD[b, n:].bfloat16())  # what pads gets none
+    assert torch.equal(labels_of(noisy), labels_of(clean).bfloat16())
     assert torch.equal(noisy.tokens_BT, clean.tokens_BT) and noisy.tokens_BT.dtype == torch.long
     assert torch.equal(clean.hidden_BTD[0], row_of(6, 1).hidden_TD[:-1])  # the batch stays as it was
 
@@ -141,9 +142,7 @@ def sums_of(predictions, batch, head):
     """Return the sums. `predictions`: the horizon and the predicted features, by name."""
     chunk = chunk_rows(V * len(predictions), torch.device("cpu"))
     rows = batch.rows(sorted({horizon for horizon, _ in predictions.values()}), chunk)
-    labels = Labels(
-        batch.labels_BTD.flatten(0, 1)[rows.labels], rows.labels, lambda x: renormalised_labels(head(x)), V, chunk
-    )
+    labels = Labels(batch.labels_at(rows.labels), rows.labels, lambda x: renormalised_labels(head(x)), V, chunk)
     batches = [
         TermBatch(
             Term(name, h, WEIGHTS), select_inputs(x, rows.inputs[h]), rows.label_indices[h], rows.chunk_ends[h], 1.0
@@ -366,7 +365,7 @@ def test_recomputed_activations_give_the_same_gradient_to_the_bit(draft):
 
 def input_states(draft, batch):
     """Return the states that the draft reads from a batch, without a copy."""
-    return batch.auxiliary_BTSD if draft.needs.auxiliary else batch.hidden_BTD
+    return batch.auxiliary_BTSD if draft.needs.auxiliary else batch.final_BLD
 
 
 def test_an_emptied_batch_has_neither_loss_nor_gradient(draft):
@@ -391,8 +390,9 @@ def test_padding_changes_no_sum(any_draft):
     row, totals = wide_rows()[0], TOTALS | {1: 9, 2: 8}
     batch = batch_of(any_draft, [row, row_of(40, 9, [0] * 40, width=32, vocabulary=260, layers=3)], totals)
     n = len(row.input_ids) - 1
-    batch.hidden_BTD[0, n:], batch.labels_BTD[0, n:], batch.tokens_BT[0, n:] = 7.0, 9.0, 42
-    input_states(any_draft, batch)[0, n:] = 7.0
+    batch.final_BLD[0, n + 1 :], batch.tokens_BT[0, n:] = 9.0, 42
+    if batch.auxiliary_BTSD is not None:
+        batch.auxiliary_BTSD[0, n:] = 7.0
     padded, padded_sums = make_objective(any_draft.config).loss(any_draft, batch)
     alone, sums = make_objective(any_draft.config).loss(any_draft, batch_of(any_draft, [row], totals))
     assert padded.item() == pytest.approx(alone.item(), rel=1e-5)
@@ -447,7 +447,7 @@ def test_an_own_heads_loss_and_gradients_are_autograds(
 
     draft.zero_grad()
     mask, want = mask_of(batch), 0.0
-    p, has_loss = teachers_distribution(teacher, embed_head.head(batch.labels_BTD[mask]).float(), ids_U)
+    p, has_loss = teachers_distribution(teacher, embed_head.head(labels_of(batch)[mask]).float(), ids_U)
     for name, prediction, weight in zip(("next", "ttt_2"), draft(batch)[0], (1.0, 0.8), strict=True):
         logits = draft.lm_head(draft.norm(prediction[mask]))
         part = (row_losses(objective, p, logits) * has_loss).sum()
@@ -478,7 +478,7 @@ def test_a_masked_teacher_drops_the_same_positions_in_every_pass_packed_or_not(l
         draft.forward = lambda _, leaves=leaves: (leaves, None)
         make_objective(draft.config).loss(draft, batch)[0].backward()
         del draft.forward
-        likeliest_BT = embed_head.head(batch.labels_BTD).argmax(-1)
+        likeliest_BT = embed_head.head(labels_of(batch)).argmax(-1)
         trained_BT = mask_of(batch) & torch.tensor(
             [[token in draft_tokens for token in row] for row in likeliest_BT.tolist()]
         )

@@ -173,7 +173,7 @@ def test_a_window_hides_all_inputs_but_the_last_four(loaded_target, embed_head, 
     row = TextRow("", tokens.int().numpy(), torch.ones(24, dtype=torch.uint8).numpy(), states[:, 0], states[:, 1:])
     objective = make_objective(config)
     batch = collate([row], objective, dict.fromkeys(objective.groups, 1), auxiliary=layers)
-    states_given = (batch.auxiliary_BTSD if layers else batch.hidden_BTD).requires_grad_()
+    states_given = (batch.auxiliary_BTSD if layers else batch.final_BLD).requires_grad_()
     first = draft(batch)[0][0]
     for place in range(23):
         (gradient,) = torch.autograd.grad(first[0, place].sum(), states_given, retain_graph=True)

@@ -111,6 +111,7 @@ def stopped_here(dumped, output: Path, *overrides: str, draft: str | None = "jak
 
     def save_and_end(self, progress) -> None:
         saved(self, progress)
+        self.finish_resume()
         left.pop()
         if not left:
             raise KeyboardInterrupt

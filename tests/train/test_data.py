@@ -14,7 +14,7 @@ from pipeline.features.shards import FeatureStore, write_features
 from pipeline.lm.states import Needs
 from pipeline.recipe.sections import DataConfig, TrainConfig
 from preprocess.sources.read import TornTail, read_records
-from tests.kit import mask_of
+from tests.kit import labels_of, mask_of
 from train.input.data import Batches
 from train.input.order import Order, most_frequent_tokens, pack_rows, rows_of_rank, vocabulary_coverage
 
@@ -206,7 +206,7 @@ def contents(parts):
         for b, number in enumerate(numbers_in(part)):
             n = len(dialogue(number).input_ids) - 1
             masks = tuple(tuple(mask_of(part, h)[b, :n].tolist()) for h in (1, 2))
-            hidden, labels = part.hidden_BTD[b, :n].flatten(), part.labels_BTD[b, :n].flatten()
+            hidden, labels = part.hidden_BTD[b, :n].flatten(), labels_of(part)[b, :n].flatten()
             out[number] = tuple(hidden.tolist()), tuple(labels.tolist()), masks, tuple(part.totals.items())
     return out
 
@@ -306,7 +306,7 @@ def test_packed_batches_have_one_shape_and_do_not_depend_on_ranks(store, ranks, 
                     assert part.tokens_BT.shape == (micro, 20)
                     for b, ids in enumerate(part.documents):
                         out[step, tuple(ids)] = [
-                            part.hidden_BTD[b].tolist(), part.labels_BTD[b].tolist(), part.begins_BT[b].tolist(),
+                            part.hidden_BTD[b].tolist(), labels_of(part)[b].tolist(), part.begins_BT[b].tolist(),
                             mask_of(part, 2)[b].tolist(), part.totals,
                         ]  # fmt: skip
         return out
@@ -323,7 +323,7 @@ def test_a_packed_row_holds_its_dialogues_one_behind_the_other(store):
             row = dialogue(int(doc_id.removeprefix("doc")))
             inputs = slice(begin, begin + len(row.input_ids) - 1)
             assert torch.equal(part.hidden_BTD[b, inputs], row.hidden_TD[:-1])
-            assert torch.equal(part.labels_BTD[b, inputs], row.hidden_TD[1:])
+            assert torch.equal(labels_of(part)[b, inputs], row.hidden_TD[1:])
             assert mask_of(part, 1)[b, inputs].tolist() == trained_mask(row.loss_mask, 1).tolist()
             assert part.begins_BT[b, inputs].tolist() == [begin] * (inputs.stop - begin)
             begin = inputs.stop

@@ -17,7 +17,7 @@ from pipeline.features.schema import FP8, FeatureSpec, TextRow, row_dtype
 from pipeline.features.shards import FeatureStore, write_features
 from pipeline.lm.states import Needs
 from pipeline.recipe.sections import TrainConfig
-from tests.kit import mask_of
+from tests.kit import labels_of, mask_of
 from tests.pipeline.taught import NEVER, VARIANTS, grown, make_draft, prompt_of
 from tests.strict import DEVICE, rehearsal
 from train.acceptance import estimate_acceptance
@@ -67,10 +67,11 @@ def test_what_is_read_for_the_device_is_what_the_cpu_reads(tmp_path, stored_dtyp
     with rehearsal() as device_log:
         for (_, cpu_batches), (_, device_batches) in zip(loader.from_step(0), loader.from_step(0, DEVICE), strict=True):
             for want, got in zip(cpu_batches, device_batches, strict=True):
-                assert (got.hidden_BTD.dtype == torch.float8_e4m3fn) == (stored_dtype == FP8)
+                assert (got.final_BLD.dtype == torch.float8_e4m3fn) == (stored_dtype == FP8)
                 got, want = got.to(DEVICE, torch.bfloat16), want.to(torch.device("cpu"), torch.bfloat16)
-                for name in ("hidden_BTD", "labels_BTD", "auxiliary_BTSD", "tokens_BT", "begins_BT", "before_BT"):
-                    got_value, want_value = getattr(got, name), getattr(want, name)
+                names = ("hidden_BTD", "auxiliary_BTSD", "tokens_BT", "begins_BT", "before_BT")
+                both = [(labels_of(got), labels_of(want)), *((getattr(got, n), getattr(want, n)) for n in names)]
+                for got_value, want_value in both:
                     assert got_value is want_value is None or torch.equal(unpadded(got_value, want_value), want_value)
         assert not device_log.waits and not device_log.copies
 
@@ -130,7 +131,7 @@ def test_validation_is_read_for_the_device_likewise(tmp_path):
             share = Batches(store, config, Horizons([1]), Needs(auxiliary=LAYERS), 0, rank, 3)
             both = zip(share.validation(store, 0), share.validation(store, 0, DEVICE), strict=True)
             for number, (want, got) in enumerate(both):
-                assert want.hidden_BTD.dtype == torch.bfloat16 and not got.noise
+                assert want.final_BLD.dtype == torch.bfloat16 and not got.noise
                 got = got.to(DEVICE, torch.bfloat16)
                 assert torch.equal(unpadded(got.hidden_BTD, want.hidden_BTD), want.hidden_BTD)
                 assert torch.equal(unpadded(got.auxiliary_BTSD, want.auxiliary_BTSD), want.auxiliary_BTSD)
@@ -146,7 +147,7 @@ def test_noise_on_the_device_depends_on_the_dialogue_and_the_epoch_alone(tmp_pat
         noisy, clean = (reader(store, noise=noise, **changes).micro_batches(step, DEVICE) for noise in (0.5, 0))
         for batch, plain in zip(noisy, clean, strict=True):
             batch, plain = (item.to(DEVICE, torch.float32) for item in (batch, plain))
-            assert torch.equal(batch.labels_BTD.raw, plain.labels_BTD.raw)
+            assert torch.equal(labels_of(batch).raw, labels_of(plain).raw)
             offset_BTD = batch.hidden_BTD.raw - plain.hidden_BTD.raw
             for b, names in enumerate(batch.documents):
                 begins_T = plain.begins_BT.raw[b] if plain.begins_BT is not None else torch.zeros(offset_BTD.shape[1])

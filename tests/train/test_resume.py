@@ -2,14 +2,19 @@
 test_training.py.)
 """
 
+import threading
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import write_sealed
 from tests.kit import change_sealed, flip, replace_once
+from train.engine import writer
 from train.engine.resume import FORMAT, RESUME, files_of_rank, hash_files, read_state, require_intact
+from train.engine.writer import StateWriter
 
 NAMES = ["mp_rank_00_model_states.pt", *(f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(3))]
 
@@ -107,3 +112,59 @@ def test_a_state_of_another_version_is_refused_before_deepspeed_reads_it(state, 
 
 def test_without_one_there_is_no_state(tmp_path):
     assert read_state(tmp_path) is None
+
+
+# -- writing while training goes on -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def state_writer(state):
+    """The writer of one rank, and the weights that it copies; DeepSpeed makes the folder."""
+    was_initialized = dist.is_initialized()
+    if not was_initialized:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    (state / "step-0000014").mkdir()
+    yield StateWriter(state, "0" * 16, read_state(state)["files"], torch.device("cpu"))
+    if not was_initialized:
+        dist.destroy_process_group()
+
+
+def begin(state_writer: StateWriter, state: Path) -> torch.Tensor:
+    """Save step 14, whose best weights are those of step 8, and go on training; better weights come with step 15."""
+    weights = torch.zeros(1000)
+    state_writer.save({"module": {"weight": weights}, "steps": [14]}, str(state / "step-0000014/model.pt"))
+    state_writer.start(14, {"best": {"tau": 1.25, "step": 8}})
+    (state / "best-0000007.safetensors").write_bytes(b"older")
+    (state / "best-0000015.safetensors").write_bytes(b"newer")
+    weights += 1
+    return weights
+
+
+def test_a_state_is_written_while_training_goes_on(state_writer, state, monkeypatch):
+    """It holds what was there when it was saved, and counts when it is whole; newer weights stay."""
+    may_write, write = threading.Event(), torch.save
+    monkeypatch.setattr(writer.torch, "save", lambda *arguments: may_write.wait() and write(*arguments))
+    begin(state_writer, state)
+    state_writer.finish(wait=False)  # returns, although nothing is written
+    assert read_state(state)["step"] == 12 and not (state / "step-0000014/model.pt").exists()
+    may_write.set()
+    state_writer.finish()
+    assert read_state(state)["step"] == 14 and not (state / "step-0000012").exists()
+    require_intact(state, read_state(state)["files"])
+    assert set(read_state(state)["files"]) == {"step-0000014/model.pt", "best-0000008.safetensors"}
+    loaded = torch.load(state / "step-0000014/model.pt", weights_only=True)
+    assert not loaded["module"]["weight"].any() and loaded["steps"] == [14]
+    assert sorted(path.name[5:12] for path in state.glob("best-*")) == ["0000008", "0000015"]
+
+
+def test_a_state_that_cannot_be_written_is_an_error_and_the_one_before_it_is_kept(state_writer, state, monkeypatch):
+    def refuse(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(writer.torch, "save", refuse)
+    begin(state_writer, state)
+    with pytest.raises(PipelineError, match=r"state of step 14 cannot be written to .*: No space left .* is kept"):
+        state_writer.finish()
+    require_intact(state, read_state(state)["files"])
+    assert read_state(state)["step"] == 12 and (state / "best-0000007.safetensors").exists()
+    state_writer.finish()  # none is in flight any more

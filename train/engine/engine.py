@@ -18,7 +18,6 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from transformers import get_scheduler
 
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import flush_folder, write_sealed
 from pipeline.drafts import TrainedDraft, parameter_count
 from pipeline.features.batch import Batch
 from pipeline.lm.model import DTYPES
@@ -27,8 +26,9 @@ from pipeline.running.cores import count_cores, read_omp_threads
 from train.engine import resume
 from train.engine.config import deepspeed_config
 from train.engine.ranks import LOOPBACK, fail_together, join_on_loopback, local_rank_and_size, start_heartbeats
-from train.engine.resume import BEST, FORMAT, RESUME, files_of_rank, format_tag, hash_files, read_state, require_intact
+from train.engine.resume import format_tag, read_state, require_intact
 from train.engine.universal import convert
+from train.engine.writer import StateWriter
 
 # For a rank that does not answer. A rank that died ends the others through the launcher or, on another host, by its
 # missing heartbeats.
@@ -115,7 +115,6 @@ class TrainingEngine:
         self._folder, self._train_hash, self._config = folder, train_hash, config
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         state = self._read_resume_state()
-        self._files = state["files"] if state else {}
         universal = bool(state) and bool(config.zero_stage) and state["ranks"] != self.ranks
         require_dtype(config.dtype)
         optimizer = torch.optim.AdamW(
@@ -147,6 +146,8 @@ class TrainingEngine:
         )
         self._draft, self._accumulation = draft, accumulation
         self.device, self.dtype = self._engine.device, DTYPES[config.dtype]
+        self._writer = StateWriter(folder, train_hash, state["files"] if state else {}, self.device)
+        self._engine.checkpoint_engine.save = self._writer.save
         self.overflowed = False  # the last step's gradient, in float16
         self._dropped = False  # the last step's gradient
         self.step, self.progress = (state["step"], state["progress"]) if state else (0, {})
@@ -281,9 +282,11 @@ class TrainingEngine:
     # -- resume state: DeepSpeed's own files, private to the run's folder, never published -------------------------
 
     def save_resume(self, progress: dict[str, Any]) -> None:
-        """Save what is needed to continue from here, then make `resume.json` name it, then remove the previous state.
-        Raise PipelineError if the weights are not finite: the previous state is kept.
+        """Copy what is needed to continue from here, and begin to write it; `finish_resume` makes `resume.json` name
+        it. Wait for the state before it, if that is still being written. Raise PipelineError if the weights are not
+        finite: the previous state is kept.
         """
+        self.finish_resume()
         folder, tag = self._folder, format_tag(self.step)
         if not self._is_finite_on_all_ranks(
             torch.tensor(0.0 if self.has_finite_weights() else math.nan, device=self.device)
@@ -296,39 +299,12 @@ class TrainingEngine:
         if self.rank == 0:  # left by an interrupted save, perhaps of another number of ranks
             shutil.rmtree(folder / tag, ignore_errors=True)
         self.barrier()
-        try:
-            self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
-            flush_folder(folder / tag)
-            rank_files = hash_files(folder, files_of_rank(folder / tag, self.rank, self.ranks))
-        except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
-            raise PipelineError(
-                f"the resume state of step {self.step} cannot be written to {folder}: {error}. The state before it is "
-                "kept: make room and run again"
-            ) from None
-        files = {name: digest for share in self.gather_objects(rank_files) for name, digest in share.items()}
-        if self.rank == 0:
-            best = BEST.format(step=progress["best"]["step"]) if progress.get("best") else None
-            if best and (folder / best).exists():
-                is_hashed = best in self._files
-                files |= {best: self._files[best]} if is_hashed else hash_files(folder, [folder / best])
-            self._files = files
-            state = {
-                "format": FORMAT,
-                "tag": tag,
-                "step": self.step,
-                "ranks": self.ranks,
-                "train_hash": self._train_hash,
-                "progress": progress,
-                "files": files,
-            }
-            write_sealed(folder / RESUME, state)
-            for old in [*folder.glob("step-*"), *folder.glob("universal-*")]:
-                if old.name != tag:
-                    shutil.rmtree(old)
-            for old in folder.glob(BEST.replace("{step:07d}", "*")):
-                if old.name != best:
-                    old.unlink()
-        self.barrier()
+        self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)  # its files go to the writer
+        self._writer.start(self.step, progress)
+
+    def finish_resume(self, wait: bool = True) -> None:
+        """Finish the state that is being written, if there is one (`StateWriter.finish`)."""
+        self._writer.finish(wait)
 
     def _read_resume_state(self) -> dict[str, Any] | None:
         """Return the content of `resume.json`, None if there is none. Raise PipelineError for the state of other

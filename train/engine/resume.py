@@ -5,6 +5,7 @@ This module does not use DeepSpeed: the files are checked before DeepSpeed gets 
 """
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,17 @@ def files_of_rank(folder: Path, rank: int, ranks: int) -> list[Path]:
         return int(match[1]) % ranks if match else 0
 
     return sorted(path for path in folder.rglob("*") if path.is_file() and owner(path) == rank)
+
+
+def remove_states_before(folder: Path, tag: str, best: str | None) -> None:
+    """Remove all states but `tag`, and the best weights that are not newer than it, but for the file `best`."""
+    for old in [*folder.glob("step-*"), *folder.glob("universal-*")]:
+        if old.name != tag:
+            shutil.rmtree(old)
+    newest = BEST.format(step=int(tag.removeprefix("step-")))
+    for old in folder.glob(BEST.replace("{step:07d}", "*")):
+        if old.name != best and old.name <= newest:
+            old.unlink()
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:

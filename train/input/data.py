@@ -45,6 +45,7 @@ class Batches:
         self._objective = objective
         # places among the stored layers
         self._auxiliary = [store.spec.auxiliary_numbers.index(layer) for layer in needs.auxiliary]
+        self._is_noisy = config.noise > 0 and needs.final  # auxiliary states get none
         self._rank, self._ranks = rank, ranks
         self.order = Order(store, config, seed)
         self._fed = store if isinstance(store, FedStore) else None
@@ -71,7 +72,7 @@ class Batches:
             stored_rows = [[self._store.row(number, decode=False) for number in row] for row in rank_rows]
             chosen = (positions[number] for row in rank_rows for number in row)
             batch = collate_packed(stored_rows, chosen, totals, self._auxiliary, width)
-            noise = list(self._make_noise(rank_rows, step // self.order.steps_per_epoch)) if self._config.noise else []
+            noise = list(self._make_noise(rank_rows, step // self.order.steps_per_epoch)) if self._is_noisy else []
             batch = replace(batch, step=step, noise=noise, begins_BT=batch.begins_BT if packs else None)
             batches.append(_to_training_form(batch, self._config, device))
         return batches

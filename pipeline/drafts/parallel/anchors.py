@@ -65,7 +65,7 @@ class BlockObjective(Objective):
         """Return D-PACE's weights for each term."""
         if self.config.dpace is None:
             return [None] * len(term_features)
-        anchors, device = batch.positions[1].inputs, batch.labels_BTD.device
+        anchors, device = batch.positions[1].inputs, batch.tokens_BT.device
         factors_AK = torch.ones(len(anchors), len(term_features), device=device)
         trained_AK = torch.zeros_like(factors_AK)
         rows = []

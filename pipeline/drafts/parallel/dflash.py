@@ -45,7 +45,6 @@ from pipeline.drafts.parts.names import (
 )
 from pipeline.drafts.parts.one_layer import DraftState
 from pipeline.lm.attention import FULL, SLIDING, additive_mask
-from pipeline.lm.states import States
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
@@ -186,9 +185,7 @@ class DFlash(MaskTokenDraft, TrainedDraft):
 
     def forward(self, batch: "Batch") -> tuple[list[Tensor], None]:
         """Return, for each place, the features (M, D) of the blocks that have a label there."""
-        context_BTD = self._context(
-            States(batch.hidden_BTD, batch.auxiliary_BTSD, self.needs.auxiliary).select(self.needs)
-        )
+        context_BTD = self._context(batch.select(self.needs))
         (count, width), device = batch.tokens_BT.shape, batch.tokens_BT.device
         anchors = np.asarray(batch.positions[1].inputs)
         size, is_fixed = max(1, PLACES_PER_MASK // self.config.block), device.type != "cpu"

@@ -32,7 +32,6 @@ from pipeline.drafts.parts.objective import Objective
 from pipeline.drafts.parts.one_layer import Dense, DraftState
 from pipeline.features.positions import Group, Positions, Seed
 from pipeline.lm.attention import additive_mask
-from pipeline.lm.states import States
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
@@ -127,8 +126,7 @@ class PEagle(MaskTokenDraft, Dense, Eagle3Frame):
 
     def forward(self, batch: "Batch") -> tuple[list[Tensor], None]:
         """Return, for each depth, the features (M, D) at the inputs that are trained there."""
-        states = States(batch.hidden_BTD, batch.auxiliary_BTSD, self.needs.auxiliary)
-        features_BTD, device = self.features(states.select(self.needs)), batch.tokens_BT.device
+        features_BTD, device = self.features(batch.select(self.needs)), batch.tokens_BT.device
         *layout, row_of = _lay_out_inputs(batch)
         place_BR, depth_BR = (to_device(numbers, device) for numbers in layout)
         text_place_BR, guessed_BR = place_BR.clamp_min(0), depth_BR > 0

@@ -85,7 +85,7 @@ class Objective:
         for term, penalty in zip(penalty_terms, self.penalties(penalty_inputs, batch), strict=True):
             positions = torch.full((), len(batch.positions[term.group]), device=penalty.device)
             sums[term.name] = {"penalty": penalty, "positions": positions}
-        total = torch.zeros((), device=batch.labels_BTD.device)
+        total = torch.zeros((), device=batch.tokens_BT.device)
         for term in terms:
             weighted = sum(weight * sums[term.name][part] for part, weight in term.weights.items())
             total = total + weighted / self.divisor(term, batch.totals)
@@ -95,7 +95,7 @@ class Objective:
         self, draft: "DraftModule", batch: "Batch", term_features: Sequence[tuple[Term, Tensor]]
     ) -> Sums:
         sums: Sums = {}
-        device = batch.labels_BTD.device
+        device = batch.tokens_BT.device
         chunk = chunk_rows(max(draft.vocabulary_size * len(term_features), draft.teacher_vocabulary), device)
         for number in sorted({term.head for term, _ in term_features}):
             head_terms = [(term, feature) for term, feature in term_features if term.head == number]
@@ -114,7 +114,7 @@ class Objective:
                 for (term, x), share, w in zip(head_terms, shares, weights, strict=True)
             ]
             text_M = vocabulary_indices(batch.following_BT.flatten()[rows.labels], draft.token_ids_U)
-            labels_MD = batch.labels_BTD.flatten(0, 1)[rows.labels]
+            labels_MD = batch.labels_at(rows.labels)
             labels = Labels(labels_MD, text_M, self.teacher(draft), draft.vocabulary_size, chunk, draft.compiled)
             sums |= compute_term_sums(
                 batches, labels, draft.head(number), draft.head_input if draft.own_heads else None

@@ -24,7 +24,6 @@ from pipeline.drafts.parts.module import TrainedDraft
 from pipeline.drafts.parts.steps import Mask, StepCache, StepMask, ttt_mask
 from pipeline.lm.attention import additive_mask, causal_mask
 from pipeline.lm.cache import TreeCache
-from pipeline.lm.states import States
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
@@ -154,8 +153,7 @@ class FeatureDraft(TrainedDraft):
         the same as a tree node at depth s: the target's features up to i - s + 1, then one of the draft's own features
         for each step.
         """
-        states = States(batch.hidden_BTD, batch.auxiliary_BTSD, self.needs.auxiliary)
-        true_BTD = self.features(states.select(self.needs))
+        true_BTD = self.features(batch.select(self.needs))
         first, keys_values = self._ttt_step(1, batch, true_BTD, ())
         heads, features = first, [*first.ahead, *self.later_features(first, batch)]
         for number in range(2, self.config.ttt_steps + 1):
