@@ -49,6 +49,7 @@ class Events:
     copies: Counter = field(default_factory=Counter)  # to the device, for which the host stands still
     pinned: dict[int, Tensor] = field(default_factory=dict)  # by address, kept so that no other tensor takes it
     generators: list[torch.Generator] = field(default_factory=list)  # of the device
+    bytes_to_host: int = 0  # of all copies to the host
 
     def is_pinned(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self.pinned
@@ -229,12 +230,19 @@ def _by_mask(name: str, args: Any) -> bool:
 
 def _moved(source: Tensor, kwargs: dict[str, Any]) -> None:
     from_device, to_device = isinstance(source, Strict), _is_ours(kwargs.get("device") or source.device)
+    if from_device and not to_device:
+        _count_bytes(source)
     if (
         from_device and not to_device and not kwargs.get("non_blocking")
     ):  # else torch lands it in pinned memory, and goes on
         _note("waits", "copy to the host")
     if to_device and not from_device:
         _arrived(source, bool(kwargs.get("non_blocking")))
+
+
+def _count_bytes(source: Tensor) -> None:
+    if _now:
+        _now[-1].bytes_to_host += source.numel() * source.element_size()
 
 
 def _arrived(source: Tensor, non_blocking: bool) -> None:
@@ -245,8 +253,10 @@ def _arrived(source: Tensor, non_blocking: bool) -> None:
 def _copied(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if isinstance(to, Strict) and not isinstance(source, Strict):
         _arrived(source, non_blocking)
-    if isinstance(source, Strict) and not isinstance(to, Strict) and not (non_blocking and _now[-1].is_pinned(to)):
-        _note("waits", "copy to the host")
+    if isinstance(source, Strict) and not isinstance(to, Strict):
+        _count_bytes(source)
+        if not (non_blocking and _now[-1].is_pinned(to)):
+            _note("waits", "copy to the host")
     _raw(to).copy_(_raw(source))
     return to
 
