@@ -26,18 +26,18 @@ def make_norm(width: int, dtype: torch.dtype, device: str | torch.device = "cpu"
     return norm.to(device, dtype).requires_grad_(False)
 
 
-def make_kept(tokens: int, layers: int, width: int, dtype: torch.dtype) -> Tensor:
+def make_raw(tokens: int, layers: int, width: int, dtype: torch.dtype) -> Tensor:
     """States of several magnitudes, as the engine keeps them; one token's are 0."""
-    kept_TSD = torch.randn(tokens, layers, width, generator=torch.Generator().manual_seed(2))
-    kept_TSD *= torch.logspace(-3, 3, tokens)[:, None, None]
-    kept_TSD[1] = 0
-    return kept_TSD.to(dtype)
+    raw_TSD = torch.randn(tokens, layers, width, generator=torch.Generator().manual_seed(2))
+    raw_TSD *= torch.logspace(-3, 3, tokens)[:, None, None]
+    raw_TSD[1] = 0
+    return raw_TSD.to(dtype)
 
 
 @torch.inference_mode()
-def convert_by_steps(kept_TSD: Tensor, norm: nn.Module, places: list[int]) -> list[Tensor]:
+def convert_by_steps(raw_TSD: Tensor, norm: nn.Module, places: list[int]) -> list[Tensor]:
     """Return the columns of a float8 shard from all states at once: normed, stacked, rounded, quantised."""
-    states_TSD = torch.stack([norm(kept_TSD[:, -1]), *(kept_TSD[:, place] for place in places)], dim=1)
+    states_TSD = torch.stack([norm(raw_TSD[:, -1]), *(raw_TSD[:, place] for place in places)], dim=1)
     states_TSD = states_TSD.to(row_dtype(FLOAT8))
     parts = [states_TSD[:, 0]] + ([states_TSD[:, 1:]] if places else [])
     return stored_columns(Float8States([quantise(part) for part in parts]))
@@ -52,28 +52,28 @@ def bytes_of(tensors: list[Tensor]) -> list[bytes]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_converted_states_have_the_bits_of_a_shard(monkeypatch, dtype, auxiliary, block):
     monkeypatch.setattr(convert, "CPU_BLOCK", block)
-    chosen = select_layers(auxiliary, LAST)
-    kept_TSD = make_kept(37, len(chosen["layers"]), 64, dtype)
-    norm, places = make_norm(64, dtype), chosen["places"]
+    layers = select_layers(auxiliary, LAST)
+    raw_TSD = make_raw(37, len(layers["layers"]), 64, dtype)
+    norm, places = make_norm(64, dtype), layers["places"]
     conversion = Conversion(norm, places)
-    converted = Float8States.from_columns(conversion.convert(kept_TSD, 37, float8=True))
-    assert bytes_of(stored_columns(converted)) == bytes_of(convert_by_steps(kept_TSD, norm, places))
-    plain = conversion.convert(kept_TSD, 37, float8=False)["states"]
-    assert torch.equal(plain, torch.stack([norm(kept_TSD[:, -1]), *(kept_TSD[:, place] for place in places)], dim=1))
-    last_is_zero = torch.cat([kept_TSD, torch.zeros_like(kept_TSD[:1])])  # the norm of 0 is 0
-    longer = Float8States.from_columns(conversion.convert(kept_TSD, 38, float8=True))
+    converted = Float8States.from_columns(conversion.convert(raw_TSD, 37, float8=True))
+    assert bytes_of(stored_columns(converted)) == bytes_of(convert_by_steps(raw_TSD, norm, places))
+    plain = conversion.convert(raw_TSD, 37, float8=False)["states"]
+    assert torch.equal(plain, torch.stack([norm(raw_TSD[:, -1]), *(raw_TSD[:, place] for place in places)], dim=1))
+    last_is_zero = torch.cat([raw_TSD, torch.zeros_like(raw_TSD[:1])])  # the norm of 0 is 0
+    longer = Float8States.from_columns(conversion.convert(raw_TSD, 38, float8=True))
     assert bytes_of(stored_columns(longer)) == bytes_of(convert_by_steps(last_is_zero, norm, places))
-    assert not conversion.convert(kept_TSD, 38, float8=False)["states"][37].any()
+    assert not conversion.convert(raw_TSD, 38, float8=False)["states"][37].any()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_scale_shows_that_a_state_is_not_finite(value, layer):
-    kept_TSD = make_kept(5, 2, 64, torch.float32)
+    raw_TSD = make_raw(5, 2, 64, torch.float32)
     conversion = Conversion(make_norm(64, torch.float32), [0])
-    assert Float8States.from_columns(conversion.convert(kept_TSD, 5, float8=True)).is_finite
-    kept_TSD[3, layer, 7] = value
-    assert not Float8States.from_columns(conversion.convert(kept_TSD, 5, float8=True)).is_finite
+    assert Float8States.from_columns(conversion.convert(raw_TSD, 5, float8=True)).is_finite
+    raw_TSD[3, layer, 7] = value
+    assert not Float8States.from_columns(conversion.convert(raw_TSD, 5, float8=True)).is_finite
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -93,12 +93,12 @@ def test_float8_bytes_cross_to_the_host_and_no_copy_blocks(float8):
     copy that blocks is a wait.
     """
     tokens, width, dtype = 24, 8192, torch.bfloat16
-    chosen = select_layers([2, 4, 6], LAST)
-    kept_TSD = make_kept(tokens, 4, width, dtype)
-    want = Conversion(make_norm(width, dtype), chosen["places"]).convert(kept_TSD, tokens, float8)
+    layers = select_layers([2, 4, 6], LAST)
+    raw_TSD = make_raw(tokens, 4, width, dtype)
+    want = Conversion(make_norm(width, dtype), layers["places"]).convert(raw_TSD, tokens, float8)
     with rehearsal() as counts:
-        conversion = Conversion(make_norm(width, dtype, DEVICE), chosen["places"])
-        on_device = kept_TSD.to(DEVICE)
+        conversion = Conversion(make_norm(width, dtype, DEVICE), layers["places"])
+        on_device = raw_TSD.to(DEVICE)
         counts.waits.clear()
         counts.copies.clear()
         got, event = to_host(conversion.convert(on_device, tokens, float8))
@@ -112,17 +112,17 @@ def test_float8_bytes_cross_to_the_host_and_no_copy_blocks(float8):
 def test_the_dumps_process_does_no_arithmetic_on_float8_states():
     """Its time a token is that of a check of the scales; the words stay where the file's memory is."""
     tokens, norm, places = 2048, make_norm(8192, torch.bfloat16), [0, 1, 2]
-    kept_TSD = make_kept(tokens, 4, 8192, torch.bfloat16)
-    file = Conversion(norm, places).convert(kept_TSD, tokens, float8=True)
+    raw_TSD = make_raw(tokens, 4, 8192, torch.bfloat16)
+    file = Conversion(norm, places).convert(raw_TSD, tokens, float8=True)
 
     def take() -> list[Tensor]:
         states = Float8States.from_columns(file)
         assert states.is_finite
         return stored_columns(states)
 
-    seconds = {}
-    for name, run in {"in the dump": lambda: convert_by_steps(kept_TSD, norm, places), "by the engine": take}.items():
-        run()
+    seconds, columns = {}, list[Tensor]()
+    for name, run in {"in the dump": lambda: convert_by_steps(raw_TSD, norm, places), "by the engine": take}.items():
+        columns = run()  # which also frees the last columns
         begin = time.perf_counter()
         columns = run()
         seconds[name] = time.perf_counter() - begin

@@ -40,25 +40,25 @@ class Conversion:
         return cls(norm.requires_grad_(False).to(device), settings["places"])
 
     @torch.inference_mode()
-    def convert(self, kept_TSD: Tensor, rows: int, float8: bool) -> dict[str, Tensor]:
+    def convert(self, raw_TSD: Tensor, rows: int, float8: bool) -> dict[str, Tensor]:
         """Return the tensors of a request's file on the states' device, for `rows` tokens: those after T are 0.
 
-        `kept_TSD` has the layers in ascending order, the last one at the end. Plain: "states" [rows, S, D], the last
+        `raw_TSD` has the layers in ascending order, the last one at the end. Plain: "states" [rows, S, D], the last
         state, normed, then the auxiliary layers. Float8: the columns of a shard, "hidden" [rows, D] and "scale" [rows],
         with auxiliary layers "auxiliary" [rows, K, D] and "auxiliary_scale" [rows, K], too.
         """
-        count, kept, width = kept_TSD.shape
+        count, layers, width = raw_TSD.shape
         shapes = {"hidden": (rows, width), "auxiliary": (rows, len(self.places), width)}
-        states = {"states": kept_TSD.new_zeros(rows, 1 + len(self.places), width)} if not float8 else {}
+        states = {"states": raw_TSD.new_zeros(rows, 1 + len(self.places), width)} if not float8 else {}
         if float8:
             for name in ("hidden", "auxiliary") if self.places else ("hidden",):
                 # Zeros have the same bits in float8, and many devices cannot fill it.
-                states[name] = kept_TSD.new_zeros(shapes[name], dtype=torch.uint8).view(FLOAT8)
-                states[_scale_of(name)] = kept_TSD.new_full(shapes[name][:-1], TINY, dtype=torch.float32)
-        numbers = CPU_BLOCK if kept_TSD.device.type == "cpu" else DEVICE_BLOCK
-        size = max(numbers // (kept * width), 1)
+                states[name] = raw_TSD.new_zeros(shapes[name], dtype=torch.uint8).view(FLOAT8)
+                states[_scale_of(name)] = raw_TSD.new_full(shapes[name][:-1], TINY, dtype=torch.float32)
+        numbers = CPU_BLOCK if raw_TSD.device.type == "cpu" else DEVICE_BLOCK
+        size = max(numbers // (layers * width), 1)
         for first in range(0, count, size):
-            block_TSD, end = kept_TSD[first : first + size], min(first + size, count)
+            block_TSD, end = raw_TSD[first : first + size], min(first + size, count)
             parts = {"hidden": self.norm(block_TSD[:, -1])}
             if self.places:
                 parts["auxiliary"] = torch.stack([block_TSD[:, place] for place in self.places], dim=1)

@@ -110,12 +110,12 @@ class StatesConnector(ExampleHiddenStatesConnector):
             ready.record()
             stream.wait_event(ready)
             with torch.cuda.stream(stream):
-                kept_TSD = extract_from_kv_cache(cache, slots.to(cache.device, non_blocking=True), len(slots))
-                copied = to_host(conversion.convert(kept_TSD, pending.rows, pending.float8))
-            event = copied[1]
-            self._executor.submit(write, path, lambda: copied)
+                raw_TSD = extract_from_kv_cache(cache, slots.to(cache.device, non_blocking=True), len(slots))
+                copy = to_host(conversion.convert(raw_TSD, pending.rows, pending.float8))
+            event = copy[1]
+            self._executor.submit(write, path, lambda: copy)
         else:
-            kept_TSD = extract_from_kv_cache(cache, slots, len(slots))  # a copy, which the writer converts
-            convert = partial(conversion.convert, kept_TSD, pending.rows, pending.float8)
+            raw_TSD = extract_from_kv_cache(cache, slots, len(slots))  # a copy, which the writer converts
+            convert = partial(conversion.convert, raw_TSD, pending.rows, pending.float8)
             self._executor.submit(write, path, lambda: to_host(convert()))
         self._copied[pending.req_id] = event

@@ -157,9 +157,9 @@ class VllmSource:
         plainly: bool = False,
         float8: bool = False,
     ) -> Iterator[Answer]:
-        wanted = "all" if capture else None
+        states_of = "all" if capture else None
         futures = [
-            self._engine.submit(prompt.tokens, _params(sampling, prompt.seed), wanted, float8) for prompt in prompts
+            self._engine.submit(prompt.tokens, _params(sampling, prompt.seed), states_of, float8) for prompt in prompts
         ]
         for reply in self._replies(futures, alive):
             states: Tensor | Float8States | None = None
