@@ -17,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from infra.serving.engines import EngineAnswer, ExportedDraft, LlamaCpp, ServingEngine, Vllm
 from infra.serving.tiny import DRAFTS, make_tiny_target
 from pipeline.artifacts import checkpoint
@@ -94,7 +96,7 @@ class LocalDecoding:
             begin = time.perf_counter()
             (answer,) = vllm.answers([GenerationPrompt(ids)], self.sampling, capture=True)
             answers.append(EngineAnswer(answer.tokens, 0, 0, len(answer.tokens) - 1, time.perf_counter() - begin))
-            assert answer.states_TSD is not None
+            assert isinstance(answer.states_TSD, Tensor)
             states = States(answer.states_TSD[:, 0], answer.states_TSD[:, 1:], layers)
             counts = count_acceptance(method, states, [*ids, *answer.tokens], len(ids))
             estimates.append(Generation(answer.tokens, acceptance=counts, untrimmed_tokens=counts.tokens))

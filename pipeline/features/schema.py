@@ -163,6 +163,39 @@ def _quantise(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (exact / scale[..., None]).to(torch.float8_e4m3fn), scale
 
 
+@dataclass(frozen=True)
+class Float8States:
+    """The states of T tokens in float8: the last state, then the auxiliary layers' if there are any, each as words
+    [T, ..., D] and their scales [T, ...]. A scale is finite if its state is.
+    """
+
+    parts: list[tuple[torch.Tensor, torch.Tensor]]
+
+    @classmethod
+    def from_columns(cls, columns: dict[str, torch.Tensor]) -> "Float8States":
+        """Return the states from tensors by the names of a shard's columns."""
+        names = [("hidden", "scale"), ("auxiliary", "auxiliary_scale")]
+        return cls([(columns[words], columns[scale]) for words, scale in names if words in columns])
+
+    def __len__(self) -> int:
+        return len(self.parts[0][0])
+
+    def __getitem__(self, tokens: slice) -> "Float8States":
+        return Float8States([(words[tokens], scale[tokens]) for words, scale in self.parts])
+
+    @property
+    def is_finite(self) -> torch.Tensor:
+        """Whether all is finite, on the states' device."""
+        return torch.stack([scale.isfinite().all() for _, scale in self.parts]).all()
+
+
+def quantise_states(states_TSD: torch.Tensor) -> Float8States:
+    """Return the states in float8, rounded to the dtype of rows first; the last state is the first of S."""
+    states_TSD = states_TSD.to(row_dtype(FP8))
+    parts = [states_TSD[:, 0]] + ([states_TSD[:, 1:]] if states_TSD.shape[1] > 1 else [])
+    return Float8States([quantise(part) for part in parts])
+
+
 def text_schema(spec: FeatureSpec) -> pa.Schema:
     """Return the schema of the text tables that go with shards of this spec."""
     fields = [
@@ -253,24 +286,24 @@ def describe_engine_change(got: FeatureSpec, expected: FeatureSpec) -> str | Non
     )
 
 
-def stored_columns(states: list[torch.Tensor], stored_dtype: str) -> list[torch.Tensor]:
+def stored_columns(states: list[torch.Tensor] | Float8States) -> list[torch.Tensor]:
     """Return the columns that a shard stores for a `TextRow`'s states, in the shard's order and on the states' device:
     the words of each state, [T, D] or [T, K D], and for float8 a scale for each vector after them.
     """
-    columns = []
-    for state in states:
-        stored, scale = quantise(state) if stored_dtype == FP8 else (state, None)
-        columns.append(stored.contiguous().view(_TORCH_WORD[stored.dtype.itemsize]).flatten(1))
-        if scale is not None:
-            columns.append(scale.flatten())
-    return columns
+    if isinstance(states, Float8States):
+        return [column for words, scale in states.parts for column in (_words(words), scale.flatten())]
+    return [_words(state) for state in states]
+
+
+def _words(state: torch.Tensor) -> torch.Tensor:
+    return state.contiguous().view(_TORCH_WORD[state.dtype.itemsize]).flatten(1)
 
 
 def to_stored_row(row: TextRow, number: int, spec: FeatureSpec) -> StoredRow:
     """Return a dialogue in memory as the shard of this spec holds it, for row `number` of its table."""
     states = [row.hidden_TD] + ([] if row.auxiliary_TKD is None else [row.auxiliary_TKD])
     assert all(state.dtype == row_dtype(spec.stored_dtype) for state in states), row.doc_id
-    columns = stored_columns(states, spec.stored_dtype)
+    columns = stored_columns(Float8States(list(map(quantise, states))) if spec.stored_dtype == FP8 else states)
     return StoredRow(number, len(row.hidden_TD), int(row.loss_mask.sum()), columns)
 
 

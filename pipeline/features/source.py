@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from pipeline.decoding.generate import Sampling
-from pipeline.features.schema import POST_FINAL_NORM
+from pipeline.features.schema import POST_FINAL_NORM, Float8States
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class GenerationPrompt:
 @dataclass(frozen=True)
 class Answer:
     """The target's answer to a prompt: its tokens, the stop token included, and, if requested, the states of prompt and
-    answer ([T, S, D], as `FeatureSource.states` yields them). A source with `one_pass` computes no state of the last
-    token: that state, which no code reads, is 0.
+    answer ([T, S, D], as `FeatureSource.states` or `float8_states` yields them). A source with `one_pass` computes no
+    state of the last token: that state, which no code reads, is 0.
     """
 
     tokens: list[int]
-    states_TSD: Tensor | None = None
+    states_TSD: Tensor | Float8States | None = None
 
 
 class FeatureSource(Protocol):
@@ -63,6 +63,10 @@ class FeatureSource(Protocol):
         """
         ...
 
+    def float8_states(self, batch: Sequence[Sequence[int]]) -> Iterator[Float8States]:
+        """Yield the states in float8, converted on the device where they are computed."""
+        ...
+
     def answers(
         self,
         prompts: Sequence[GenerationPrompt],
@@ -70,11 +74,12 @@ class FeatureSource(Protocol):
         capture: bool = False,
         alive: Callable[[], None] = lambda: None,
         plainly: bool = False,
+        float8: bool = False,
     ) -> Iterator[Answer]:
         """Yield the answer to each prompt, in their order. With `capture` an answer has its states, from the same
-        forward pass if the engine supports that. `alive` is called periodically while the target decodes. With
-        `plainly` each prompt is decoded alone, by evaluation's loop for plain decoding: bit for bit its answer. (An
-        engine that batches by itself has no such loop.)
+        forward pass if the engine supports that, and with `float8` in float8. `alive` is called periodically while the
+        target decodes. With `plainly` each prompt is decoded alone, by evaluation's loop for plain decoding: bit for
+        bit its answer. (An engine that batches by itself has no such loop.)
 
         Raises NoAnswer if the target's logits are not finite on any token of an answer; with `plainly`, which computes
         only what evaluation computes, on its first token. An engine that does not return logits raises it with

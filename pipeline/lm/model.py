@@ -288,8 +288,8 @@ def load_embed_head(config: TargetConfig, decoder_dtype: torch.dtype | None = No
     return EmbeddingAndHead(tensors_by_role["embedding"], head, fingerprint(config), decoder)
 
 
-def load_final_norm(config: TargetConfig, dtype: str) -> nn.Module:
-    """Load the target's norm after its last layer, and no other weights. Raise PipelineError where it has none."""
+def load_final_norm(config: TargetConfig, dtype: str) -> tuple[str, dict[str, torch.Tensor]]:
+    """Return the name of the norm after the last layer, and its weights. Raise PipelineError where there is none."""
     skeleton = _skeleton(config)
     decoder = find_decoder(skeleton)
     norm = next((getattr(decoder, name) for name in FINAL_NORMS if hasattr(decoder, name)), None)
@@ -308,8 +308,7 @@ def load_final_norm(config: TargetConfig, dtype: str) -> nn.Module:
             raise _incomplete(config, name)
         with safe_open(files[stored[name]], "pt") as tensors:
             weights[parameter_name] = tensors.get_tensor(stored[name]).to(DTYPES[dtype])
-    norm.load_state_dict(weights, assign=True)
-    return norm.requires_grad_(False)
+    return next(name for name, module in skeleton.named_modules() if module is norm), weights
 
 
 def load_reader(config: TargetConfig, device: torch.device, dtype: torch.dtype) -> tuple[Verifier, Any]:

@@ -136,7 +136,7 @@ def _compare_answer(source: FeatureSource, text: list[int], answer: Answer, head
     engine that captures states does so in every request (vLLM then decodes by speculation, and took a wrong token for
     the last one where one repeats: vllm#56417), so its answers without capture prove nothing.
     """
-    assert answer.states_TSD is not None
+    assert isinstance(answer.states_TSD, torch.Tensor)
     forward_TSD = next(source.states([[*text, *answer.tokens]]))
     logits_TV = head(forward_TSD[len(text) - 1 : -1, 0].to(head.linear.weight.dtype)).float()
     likeliest = logits_TV.max(-1)

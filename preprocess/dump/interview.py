@@ -18,6 +18,7 @@ from torch import Tensor
 from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.decoding.generate import Sampling, repeats_itself
 from pipeline.features.engines import open_source
+from pipeline.features.schema import FP8, Float8States
 from pipeline.features.source import Answer, FeatureSource, GenerationPrompt
 from pipeline.lm.chat import Messages, Unusable, is_cut_in_thoughts, parse_answer, prompt_ids
 from pipeline.lm.template import bind_keywords
@@ -36,7 +37,7 @@ class AnsweredPrompt:
     """The tokens of a prompt and its answer, and their states where they were captured ([T, S, D])."""
 
     tokens: list[int]
-    states_TSD: Tensor | None
+    states_TSD: Tensor | Float8States | None
 
 
 @dataclass
@@ -79,7 +80,7 @@ class Interview:
     ):
         """`count` returns an answer's amount in the task's progress."""
         self._recipe, self._settings, self._source, self._active_work = recipe, recipe.regenerate, source, active_work
-        self._count = count
+        self._count, self._float8 = count, recipe.features.stored_dtype == FP8
         self.tokenizer_lock = Lock()  # tokenizers are not thread-safe
 
     @property
@@ -162,7 +163,7 @@ class Interview:
         with self._active_work.mark(tuple(conversation.doc_id for _, conversation in batch)):
             try:
                 return list(
-                    self._source.answers(prompts, self._sampling, capture=capture, alive=self._active_work.beat)
+                    self._source.answers(prompts, self._sampling, capture, self._active_work.beat, float8=self._float8)
                 )
             except NoAnswer:  # for at least one row
                 if len(batch) == 1:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from pipeline.artifacts.features import open_store
 from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.decoding.generate import Sampling
 from pipeline.features.engines import open_source, source_identity
-from pipeline.features.schema import FeatureSpec, StoredRow, row_dtype, stored_columns
+from pipeline.features.schema import FP8, FeatureSpec, Float8States, StoredRow, row_dtype, stored_columns
 from pipeline.features.shards import ANSWERS, ShardRecord, shard_name, text_name, write_shard
 from pipeline.features.source import Answer, FeatureSource, GenerationPrompt
 from pipeline.features.text import write_text_table
@@ -48,7 +49,7 @@ class EncodedDocument:
     doc_id: str
     input_ids: np.ndarray
     loss_mask: np.ndarray
-    states_TSD: torch.Tensor | None = None  # where they came with the target's answer
+    states_TSD: torch.Tensor | Float8States | None = None  # where they came with the target's answer
     answered_dialogue: str | None = None  # id of the dialogue, where this is the target's answer to it
     counted_tokens: int = 0  # tokens counted in the progress already: answers are counted as the target gives them
 
@@ -121,7 +122,7 @@ def align_to_target_tokens(doc_id: str, encoded: Encoded, answered: list[Answere
     return None
 
 
-def _first_states(states_TSD: torch.Tensor | None, length: int) -> torch.Tensor | None:
+def _first_states(states_TSD: torch.Tensor | Float8States | None, length: int) -> torch.Tensor | Float8States | None:
     return None if states_TSD is None else states_TSD[:length]
 
 
@@ -140,6 +141,7 @@ class FeatureWorker:
         self._sample = sample
         self._state_error: float | None = None
         self._recipe, self._folder, self._spec, self._settings = recipe, folder, spec, recipe.features
+        self._float8 = spec.stored_dtype == FP8
         self._active_work, self._store = ActiveWork(heartbeat), open_store(recipe)
         self._threads = ThreadPoolExecutor(
             count_batches_in_flight(recipe), initializer=set_threads, initargs=(self._settings.cpus_per_worker,)
@@ -264,7 +266,9 @@ class FeatureWorker:
             if document.doc_id not in rejected:
                 with self._active_work.mark((document.doc_id,)), suppress(NoAnswer):
                     prompt, capture = GenerationPrompt(document.input_ids.tolist()), self._source.one_pass
-                    (answer,) = self._source.answers([prompt], sampling, capture, self._active_work.beat, plainly=True)
+                    (answer,) = self._source.answers(
+                        [prompt], sampling, capture, self._active_work.beat, plainly=True, float8=self._float8
+                    )
                 if not answer.tokens:
                     rejected[document.doc_id] = NOT_ANSWERED
             self._active_work.add(len(answer.tokens))
@@ -283,10 +287,11 @@ class FeatureWorker:
         with ThreadPoolExecutor(MAX_CONCURRENT_PROMPTS) as threads:
             return list(threads.map(answer_prompt, task.documents))
 
-    def _forward(self, batch: list[EncodedDocument]) -> list[torch.Tensor]:
-        """Return ``states_TSD`` of each dialogue, in the target's dtype, on its device."""
-        captured = [document.states_TSD for document in batch]
-        computed = self._source.states([document.input_ids for document in batch if document.states_TSD is None])
+    def _forward(self, batch: list[EncodedDocument]) -> list[torch.Tensor] | list[Float8States]:
+        """Return ``states_TSD`` of each dialogue on the target's device, in float8 or in the target's dtype."""
+        captured: list[Any] = [document.states_TSD for document in batch]
+        texts = [document.input_ids for document in batch if document.states_TSD is None]
+        computed: Any = self._source.float8_states(texts) if self._float8 else self._source.states(texts)
         return [next(computed) if states_TSD is None else states_TSD for states_TSD in captured]
 
     def _compute(self, batch: list[EncodedDocument]) -> _StoredBatch:
@@ -314,13 +319,13 @@ class FeatureWorker:
             self._active_work.free(stored.doc_ids, stored.tokens)
         return stored
 
-    def _to_columns(self, states_TSD: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Return ``(columns of the shard, whether all is finite)`` of a dialogue, on its device: dialogue by dialogue,
-        so that the conversion to float8 takes little of its memory.
-        """
+    def _to_columns(self, states_TSD: torch.Tensor | Float8States) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return ``(columns of the shard, whether all is finite)`` of a dialogue, on its device."""
+        if isinstance(states_TSD, Float8States):
+            return stored_columns(states_TSD), states_TSD.is_finite
         states_TSD = states_TSD.to(row_dtype(self._spec.stored_dtype))
         parts = [states_TSD[:, 0]] + ([states_TSD[:, 1:]] if self._spec.auxiliary else [])
-        return stored_columns(parts, self._spec.stored_dtype), states_TSD.isfinite().all()
+        return stored_columns(parts), states_TSD.isfinite().all()
 
     def rows(
         self,

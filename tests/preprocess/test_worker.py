@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from pipeline.artifacts.features import feature_spec
 from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.decoding.generate import Sampling, decode_plain
+from pipeline.features.schema import FP8, quantise_states
 from pipeline.features.shards import ANSWERS, FeatureStore, Manifest, ShardRecord, text_name
 from pipeline.features.text import write_text_table
 from pipeline.lm.chat import Encoded
@@ -195,7 +196,7 @@ def test_every_stored_dtype_has_the_same_bytes_wherever_it_is_made(
     written = []
     for name in ("host", "accelerator"):
         worker = FeatureWorker(recipe, tmp_path / name, spec)
-        worker._forward = drawn
+        worker._forward = drawn if stored_dtype != FP8 else lambda batch: map(quantise_states, drawn(batch))
         record = worker.work(task)
         written.append((tmp_path / name / record.name).read_bytes())
         assert record.rows == len(task.documents) and not worker._active_work.now

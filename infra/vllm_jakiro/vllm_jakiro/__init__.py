@@ -1,6 +1,6 @@
 """Register Jakiro's drafts with vLLM, which calls `register` in each of its processes."""
 
-__version__ = "0.3.0"  # which pipeline/features/engines/vllm.py expects
+__version__ = "0.4.0"  # which pipeline/features/engines/vllm.py expects
 ARCHITECTURES = ("EagleJakiroForCausalLM", "JakiroForCausalLMEagle3")  # in EAGLE-1's frame and in EAGLE-3's
 
 

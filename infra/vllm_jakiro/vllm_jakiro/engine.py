@@ -5,19 +5,25 @@
 Every message is a line of JSON. The first line on standard input has the engine's options; then each line is a request.
 Every line on standard output is a reply; vLLM's own output goes to standard error.
 
-    in    {"options": {of EngineArgs}, "layers": [decoder layers, counted from 1], "folder": where files of states go}
+    in    {"options": {of EngineArgs}, "capture": {...}, "folder": where files of states go}
     out   {"ready": {"version": of vLLM, "positions": the most tokens of a text}}
-    in    {"id": "a", "tokens": [...], "states": null, "prompt" or "all", "sampling": {of SamplingParams}}
+    in    {"id": "a", "tokens": [...], "states": null, "prompt" or "all", "float8": whether they are to be in float8,
+           "sampling": {of SamplingParams}}
     out   {"id": "a", "tokens": [of the answer], "file": the states' name in the folder, or null}
           {"id": "a", "refused": why the engine does not take it}
           {"id": "a", "lost": why its states could not be written}
           {"alive": steps so far}       at most once a second, when something has come out
           {"failed": why}               the engine cannot be used any more; the process ends
 
-A file has "states" [T, S, D], in the rising order of the layers and in the target's dtype, none of them normed, and
-"tokens" [T]: for "all" those of prompt and answer without the last, after which nothing was computed. The reader
-removes it. The process ends when standard input ends. However it ends, its folder and its tensor-parallel workers are
-removed.
+"capture" has "layers", the decoder layers whose outputs are kept, counted from 1 and ascending, the last one at the
+end; "places", the indices of the auxiliary ones among them; and the last one's norm: "model", "revision" and
+"trust_remote_code" of its configuration, the "class" of transformers that loads it, the name of its "norm" in there,
+and "weights", a file that may be removed when the engine is ready.
+
+A file has the states of a text's T tokens as `Conversion.convert` returns them, plain in the target's dtype or in
+float8. For "all" the text is prompt and answer, and the last token's state is 0: nothing was computed after it. The
+reader removes the file. The process ends when standard input ends. However it ends, its folder and its tensor-parallel
+workers are removed.
 """
 
 import json
@@ -37,16 +43,14 @@ METHOD = "extract_hidden_states"
 CONNECTOR = {"kv_connector": "StatesConnector", "kv_connector_module_path": "vllm_jakiro.states"}
 
 
-def engine_arguments(options: dict[str, Any], layers: list[int], folder: str) -> dict[str, Any]:
+def engine_arguments(options: dict[str, Any], capture: dict[str, Any], folder: str) -> dict[str, Any]:
     """Return the arguments of EngineArgs: the user's options, and those that capturing states requires."""
-    if not layers:
-        return options
     # vLLM counts a layer's input, from 0: of layer i that is the output of our layer i.
-    draft = {"hf_config": {"eagle_aux_hidden_state_layer_ids": sorted(set(layers))}}
-    capture = {"method": METHOD, "num_speculative_tokens": 1, "draft_model_config": draft}
-    connector_config = {"shared_storage_path": folder, "use_synchronization_lock": False}
+    draft = {"hf_config": {"eagle_aux_hidden_state_layer_ids": capture["layers"]}}
+    speculation = {"method": METHOD, "num_speculative_tokens": 1, "draft_model_config": draft}
+    connector_config = {"shared_storage_path": folder, "use_synchronization_lock": False, "capture": capture}
     connector = {**CONNECTOR, "kv_role": "kv_producer", "kv_connector_extra_config": connector_config}
-    return {**options, "speculative_config": capture, "kv_transfer_config": connector}
+    return {**options, "speculative_config": speculation, "kv_transfer_config": connector}
 
 
 def start_guard(folder: Path) -> None:
@@ -107,7 +111,7 @@ class EngineServer:
         from vllm import SamplingParams, TokensPrompt
 
         name, states = request["id"], request["states"]
-        capture = {"states": states, "file": f"{name}{SUFFIX}"}
+        capture = {"states": states, "file": f"{name}{SUFFIX}", "float8": request["float8"]}
         extra_arguments = {"extra_args": {"kv_transfer_params": capture}} if states else {}
         try:
             sampling = SamplingParams(**request["sampling"], **extra_arguments)
@@ -172,7 +176,7 @@ def main() -> None:
         from vllm import EngineArgs, LLMEngine
 
         engine = LLMEngine.from_engine_args(
-            EngineArgs(**engine_arguments(settings["options"], settings["layers"], settings["folder"]))
+            EngineArgs(**engine_arguments(settings["options"], settings["capture"], settings["folder"]))
         )
         send({"ready": {"version": vllm.__version__, "positions": engine.model_config.max_model_len}})
         server = EngineServer(engine, folder, send)

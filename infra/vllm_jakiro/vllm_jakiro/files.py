@@ -2,6 +2,7 @@
 ".error" has the reason.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ from safetensors.torch import save_file
 SUFFIX = ".safetensors"
 
 
-def write(path: Path, states_TSD: torch.Tensor, tokens_T: torch.Tensor, event: Any = None) -> None:
-    """Wait for the copy's event, if there is one; write under a temporary name, and rename."""
+def write(path: Path, copy: Callable[[], tuple[dict[str, torch.Tensor], Any]]) -> None:
+    """Write tensors under a temporary name when the event of their copy has come, if there is one, and rename."""
     temporary = path.with_suffix(".tmp")
     try:
+        tensors, event = copy()
         if event is not None:
             event.synchronize()
-        save_file({"states": states_TSD.contiguous(), "tokens": tokens_T}, temporary)
+        save_file(tensors, temporary)
         temporary.rename(path)
     except Exception as error:  # a full disk, a removed folder, ...: the reader waits for the file
         with suppress(OSError):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from pipeline.basics.errors import NoAnswer, PipelineError
 
@@ -46,13 +46,19 @@ class Reply:
     """The engine's reply to one request."""
 
     tokens: list[int]
-    states_TSD: torch.Tensor | None  # in ascending order of the layers, before any norm
+    states: dict[str, torch.Tensor] | None  # of `Conversion.convert` in infra/vllm_jakiro/vllm_jakiro/convert.py
 
 
 class EngineProcess:
     """A child process with an engine; any number of threads may use it."""
 
-    def __init__(self, command: Sequence[str], options: dict[str, Any], layers: Sequence[int]):
+    def __init__(
+        self,
+        command: Sequence[str],
+        options: dict[str, Any],
+        capture: dict[str, Any],
+        norm_weights: dict[str, torch.Tensor],
+    ):
         """Start the child and wait until it has loaded the target. Raises PipelineError if it does not load."""
         self._futures: dict[str, Future[dict[str, Any]]] = {}
         self._lock, self._count, self._log = threading.Lock(), 0, deque[str](maxlen=LOG_LINES)
@@ -73,15 +79,20 @@ class EngineProcess:
             ) from None
         for read in (self._read_messages, self._read_log):
             threading.Thread(target=read, daemon=True).start()
-        self._send({"options": options, "layers": list(layers), "folder": str(self._folder)})
+        weights = self._folder / "norm.safetensors"
+        save_file(norm_weights, weights)
+        self._send({"options": options, "capture": {**capture, "weights": str(weights)}, "folder": str(self._folder)})
         try:
             ready = self._ready.result()
         except EngineDied as error:
             self.close()
             raise PipelineError(f"the target's engine does not load it: {error}") from None
+        weights.unlink()
         self.version, self.positions = str(ready["version"]), int(ready["positions"])
 
-    def submit(self, tokens: Sequence[int], sampling: dict[str, Any], states: str | None) -> "Future[dict[str, Any]]":
+    def submit(
+        self, tokens: Sequence[int], sampling: dict[str, Any], states: str | None, float8: bool = False
+    ) -> "Future[dict[str, Any]]":
         """Send a request; `reply` waits for its reply. `states`: "prompt", "all" (prompt and answer) or None. Raises
         EngineDied if the child has ended.
         """
@@ -92,7 +103,8 @@ class EngineProcess:
             self._count += 1
             name = str(self._count)
             self._futures[name] = future
-        self._send({"id": name, "tokens": [int(t) for t in tokens], "states": states, "sampling": sampling})
+        request = {"id": name, "tokens": [int(t) for t in tokens], "states": states, "float8": float8}
+        self._send({**request, "sampling": sampling})
         return future
 
     def reply(self, future: "Future[dict[str, Any]]", alive: Callable[[], None] = lambda: None) -> Reply:
@@ -114,7 +126,7 @@ class EngineProcess:
             raise PipelineError(f"{self._folder}: states could not be written: {message['lost']}")
         states = None
         if (path := self._file(message)) is not None:
-            states = load_file(path)["states"]  # memory-mapped, so they stay valid after the unlink
+            states = load_file(path)  # memory-mapped, so they stay valid after the unlink
             path.unlink()
         return Reply(message["tokens"], states)
 

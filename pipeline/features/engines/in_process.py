@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from transformers import (
 
 from pipeline.basics.errors import NoAnswer
 from pipeline.decoding.generate import Sampling, decode_plain
+from pipeline.features.schema import Float8States, quantise_states
 from pipeline.features.source import Answer, GenerationPrompt, SourceIdentity
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target
@@ -46,6 +48,9 @@ class TransformersSource:
         for b, tokens in enumerate(batch):
             yield states_BTSD[b, : len(tokens)]
 
+    def float8_states(self, batch: Sequence[Sequence[int]]) -> Iterator[Float8States]:
+        return map(quantise_states, self.states(batch))
+
     def answers(
         self,
         prompts: Sequence[GenerationPrompt],
@@ -53,6 +58,7 @@ class TransformersSource:
         capture: bool = False,
         alive: Callable[[], None] = lambda: None,
         plainly: bool = False,
+        float8: bool = False,
     ) -> Iterator[Answer]:
         if plainly:
             texts = [prompt.tokens for prompt in prompts]
@@ -62,7 +68,8 @@ class TransformersSource:
         results = [Answer(answer) for answer in answers]
         if capture:
             texts = [prompt.tokens + answer for prompt, answer in zip(prompts, answers, strict=True)]
-            results = [replace(result, states_TSD=s) for result, s in zip(results, self.states(texts), strict=True)]
+            states: Iterator[Any] = self.float8_states(texts) if float8 else self.states(texts)
+            results = [replace(result, states_TSD=s) for result, s in zip(results, states, strict=True)]
         yield from results
 
     def close(self) -> None:

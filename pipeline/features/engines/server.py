@@ -9,6 +9,7 @@ from torch import Tensor
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Sampling
 from pipeline.features.engines.openai import OpenAI, excerpt
+from pipeline.features.schema import Float8States, quantise_states
 from pipeline.features.source import Answer, GenerationPrompt, SourceIdentity
 from pipeline.lm.attention import declared_positions
 from pipeline.lm.config import TargetConfig
@@ -39,6 +40,9 @@ class ServerSource:
             "target.engine='server' gives answers, no hidden states: dump with target.engine='vllm' or 'transformers'"
         )
 
+    def float8_states(self, batch: Sequence[Sequence[int]]) -> Iterator[Float8States]:
+        return map(quantise_states, self.states(batch))
+
     def answers(
         self,
         prompts: Sequence[GenerationPrompt],
@@ -46,6 +50,7 @@ class ServerSource:
         capture: bool = False,
         alive: Callable[[], None] = lambda: None,
         plainly: bool = False,
+        float8: bool = False,
     ) -> Iterator[Answer]:
         if capture:
             self.states([])

@@ -9,19 +9,27 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pipeline.basics.errors import NoAnswer, PipelineError
 from pipeline.decoding.generate import Sampling
 from pipeline.features.engines.child import EngineProcess, Reply, child_environment
+from pipeline.features.schema import Float8States
 from pipeline.features.source import Answer, GenerationPrompt, SourceIdentity
+from pipeline.lm.ability import auto_class
 from pipeline.lm.attention import declared_positions
 from pipeline.lm.config import BATCH_INVARIANT, TargetConfig
-from pipeline.lm.model import load_config, load_final_norm, load_stop_ids, load_tokenizer, locate_target
+from pipeline.lm.model import (
+    load_config,
+    load_final_norm,
+    load_full_config,
+    load_stop_ids,
+    load_tokenizer,
+    locate_target,
+)
 
 MODULE = "vllm_jakiro.engine"
-PACKAGE = "0.3.0"  # the required version of infra/vllm_jakiro, which defines the messages
+PACKAGE = "0.4.0"  # the required version of infra/vllm_jakiro, which defines the messages
 
 
 def python_of(config: TargetConfig) -> str:
@@ -81,6 +89,18 @@ def engine_options(config: TargetConfig, dtype: str) -> dict[str, Any]:
     return {**config.engine_options, **fixed}
 
 
+def describe_target(config: TargetConfig) -> dict[str, Any]:
+    """Return what the engine builds the target's norm from."""
+    target, full = locate_target(config), load_full_config(config)
+    return {**target.options(), "model": target.name, "class": auto_class(full, config.model).__name__}
+
+
+def select_layers(auxiliary: Sequence[int], last: int) -> dict[str, Any]:
+    """Return the layers that the engine keeps, and the indices of the auxiliary ones among them."""
+    rising = sorted({*auxiliary, last})
+    return {"layers": rising, "places": [rising.index(layer) for layer in auxiliary]}
+
+
 def require_even_split(config: TargetConfig, text: Any) -> None:
     """Raise PipelineError if the engine's GPUs cannot share the heads evenly. There may be more GPUs than key-value
     heads: then several GPUs hold the same one.
@@ -106,11 +126,10 @@ class VllmSource:
         self.identity, self.tokenizer = identity, load_tokenizer(config)
         self.stop_ids = load_stop_ids(config, self.tokenizer)
         dtype = identity.dtype
-        self._norm = load_final_norm(config, dtype)
-        last = text.num_hidden_layers
-        rising = sorted({*identity.layers, last})
-        self._places = [rising.index(layer) for layer in identity.layers]
-        self._engine = EngineProcess([python_of(config), "-m", MODULE], engine_options(config, dtype), rising)
+        norm, weights = load_final_norm(config, dtype)
+        capture = {**describe_target(config), **select_layers(identity.layers, text.num_hidden_layers), "norm": norm}
+        command = [python_of(config), "-m", MODULE]
+        self._engine = EngineProcess(command, engine_options(config, dtype), capture, weights)
         self.positions = min(self._engine.positions - 1, declared_positions(text))  # the engine adds a token
 
     def close(self) -> None:
@@ -119,7 +138,15 @@ class VllmSource:
     def states(self, batch: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         futures = [self._engine.submit(tokens, {"max_tokens": 1, "temperature": 0.0}, "prompt") for tokens in batch]
         for reply in self._replies(futures):
-            yield self._normalise(reply.states_TSD)
+            assert reply.states is not None
+            yield reply.states["states"]
+
+    def float8_states(self, batch: Sequence[Sequence[int]]) -> Iterator[Float8States]:
+        sampling = {"max_tokens": 1, "temperature": 0.0}
+        futures = [self._engine.submit(tokens, sampling, "prompt", float8=True) for tokens in batch]
+        for reply in self._replies(futures):
+            assert reply.states is not None
+            yield Float8States.from_columns(reply.states)
 
     def answers(
         self,
@@ -128,19 +155,19 @@ class VllmSource:
         capture: bool = False,
         alive: Callable[[], None] = lambda: None,
         plainly: bool = False,
+        float8: bool = False,
     ) -> Iterator[Answer]:
+        states_of = "all" if capture else None
         futures = [
-            self._engine.submit(prompt.tokens, _params(sampling, prompt.seed), "all" if capture else None)
-            for prompt in prompts
+            self._engine.submit(prompt.tokens, _params(sampling, prompt.seed), states_of, float8) for prompt in prompts
         ]
         for reply in self._replies(futures, alive):
-            states = None
-            if reply.states_TSD is not None:
-                states = self._normalise(reply.states_TSD)
-                if not states.isfinite().all():
+            states: Tensor | Float8States | None = None
+            if reply.states is not None:
+                states = Float8States.from_columns(reply.states) if float8 else reply.states["states"]
+                finite = states.is_finite if isinstance(states, Float8States) else states.isfinite().all()
+                if not finite:
                     raise NoAnswer(f"the target's states are not finite in {self.identity.dtype}: use another dtype")
-                # The engine computes no state of the last token, and no code reads it.
-                states = torch.cat([states, torch.zeros_like(states[:1])])
             yield Answer(reply.tokens, states)
 
     def _replies(
@@ -154,12 +181,6 @@ class VllmSource:
         finally:
             for future in rest:
                 self._engine.discard(future)
-
-    @torch.inference_mode()
-    def _normalise(self, rising_TSD: Tensor | None) -> Tensor:
-        """Return the last state, normed, then the auxiliary layers' states, from states in ascending layer order."""
-        assert rising_TSD is not None
-        return torch.stack([self._norm(rising_TSD[:, -1]), *(rising_TSD[:, place] for place in self._places)], dim=1)
 
 
 def _params(sampling: Sampling, seed: int) -> dict[str, Any]:

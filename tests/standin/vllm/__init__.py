@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 from vllm_jakiro import files
+from vllm_jakiro.convert import Conversion, to_host
 
 __version__ = "0.0.0"
 
@@ -56,10 +57,12 @@ class LLMEngine:
         longest = args.max_model_len or self._model.config.max_position_embeddings
         self.model_config = SimpleNamespace(max_model_len=longest)
         self._layers = args.speculative_config["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
-        self._folder = Path(args.kv_transfer_config["kv_connector_extra_config"]["shared_storage_path"])
+        connector_config = args.kv_transfer_config["kv_connector_extra_config"]
+        self._folder = Path(connector_config["shared_storage_path"])
+        self._conversion = Conversion.load(connector_config["capture"], torch.device("cpu"))
         (self._shared_folder / "engines" / str(os.getpid())).write_text(str(self._folder))
         self._open: dict[str, tuple[list[int], list[int], Any]] = {}
-        self._finished: list[tuple[list[int], dict[str, str]]] = []
+        self._finished: list[tuple[list[int], int, dict[str, Any]]] = []
 
     from_engine_args = classmethod(lambda cls, args: cls(args))
 
@@ -79,8 +82,8 @@ class LLMEngine:
             time.sleep(0.2)
         if self._strikes("hangs"):
             ctypes.PyDLL(None).sleep(1000)  # no other thread of Python's runs meanwhile
-        for tokens, request in self._finished:
-            self._capture(tokens, self._folder / request["file"])
+        for tokens, rows, request in self._finished:
+            self._capture(tokens, rows, request)
         self._finished, done = [], []
         for name, (prompt, answer, sampling) in list(self._open.items()):
             answer.append(int(self._model(torch.tensor([prompt + answer])).logits[0, -1].argmax()))
@@ -93,8 +96,9 @@ class LLMEngine:
             if finished:
                 del self._open[name]
                 if request := getattr(sampling, "extra_args", {}).get("kv_transfer_params"):
-                    tokens = prompt if request["states"] == "prompt" else (prompt + answer)[:-1]
-                    self._finished.append((tokens, request))
+                    text = prompt if request["states"] == "prompt" else prompt + answer
+                    tokens = text if request["states"] == "prompt" else text[:-1]
+                    self._finished.append((tokens, len(text), request))
         return done
 
     def _strikes(self, fault: str) -> bool:
@@ -110,7 +114,7 @@ class LLMEngine:
         return due
 
     @torch.inference_mode()
-    def _capture(self, tokens: list[int], path: Path) -> None:
+    def _capture(self, tokens: list[int], rows: int, request: dict[str, Any]) -> None:
         outputs: dict[int, torch.Tensor] = {}
         decoder = self._model.get_decoder()
         hooks = [
@@ -124,4 +128,5 @@ class LLMEngine:
             hook.remove()
         states = torch.stack([outputs[layer][0] for layer in self._layers], dim=1)
         states = states.flip(0) if self._fault == "other" else states
-        files.write(path, states, torch.tensor(tokens))
+        states = self._conversion.convert(states, rows, request["float8"])
+        files.write(self._folder / request["file"], lambda: to_host(states))
