@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo check first-tests test test-all lint serve-test site
+.PHONY: install demo check first-tests test test-all lint serve-test site pack
 
 install: $(STAMP)
 
@@ -46,6 +46,24 @@ lint: $(STAMP)
 # .venv/bin/python -m http.server --directory infra/site/html --bind 127.0.0.1
 site: $(STAMP)
 	$(BIN)/mkdocs build --strict --quiet --config-file infra/site/mkdocs.yml
+
+# All that a machine without a network installs, in build/pack: wheels, the committed project, install.sh (docs/gpu.md).
+# PACK_TORCH: pip's arguments for another build of torch; PART_MB: also one archive, in parts of so many MB.
+PACK := build/pack
+PACK_TORCH ?= $$(grep '^torch==' infra/constraints.txt)
+WHEEL := build/pip/bin/python -m pip wheel --quiet --wheel-dir $(PACK)/wheels --find-links $(PACK)/wheels
+
+pack:
+	rm -rf $(PACK) $(PACK).tar.*
+	$(PYTHON) -m venv build/pip
+	mkdir -p $(PACK)/wheels
+	$(WHEEL) -c infra/constraints.txt $(PACK_TORCH)
+	$(WHEEL) -c infra/constraints.txt '.[demo,test]' editables==0.6 # hatchling's, for pip install -e
+	$(WHEEL) --no-deps -r infra/embedded.txt
+	rm $(PACK)/wheels/jakiro-*.whl
+	git archive --add-virtual-file="COMMIT:$$(git rev-parse --short=12 HEAD)" --output $(PACK)/jakiro.tar HEAD
+	cp infra/command/install.sh $(PACK)
+	$(if $(PART_MB),tar -cf - -C $(dir $(PACK)) $(notdir $(PACK)) | split --bytes=$(PART_MB)M - $(PACK).tar.)
 
 # Engines run apart from the project, in a folder of their own: llama.cpp's server, its converter out of its source, vLLM
 # and our plug-in.

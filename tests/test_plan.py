@@ -139,6 +139,43 @@ def test_a_probe_ends_after_its_time_with_what_it_measured(monkeypatch):
     assert len(calls) == 12
 
 
+H200 = {  # tokens/s of (a step, bare micro-batches): docs/results/gpu.md
+    "eagle": (59_090, 101_313),
+    "jakiro": (50_768, 74_067),
+    "eagle, another machine": (84_780, 84_780 / 0.71),
+    "jakiro, another machine": (58_063, 58_063 / 0.71),
+}
+
+
+@pytest.mark.parametrize("training", H200)
+def test_the_planned_speed_of_a_step_is_within_a_quarter_of_an_h200s(training):
+    """Two rows of 2,048 tokens, with hidden states and labels of 4,096 values in bfloat16. The bare speed includes
+    AdamW after each micro-batch.
+    """
+    measured, bare = H200[training]
+    accumulation = load_recipe(ROOT / "infra/recipes/llama3.1-instruct-8b.toml").train.accumulation(1)
+    times = speeds.MicroBatchTimes(4096, 4096 * 2 * 4096 * 2, 4096 / bare, 0.0)
+    planned = times.step_speed(accumulation)
+    print(f"{training}: planned {planned:,.0f} tokens/s, measured {measured:,}, ratio {planned / measured:.2f}")
+    assert accumulation == 8 and planned == pytest.approx(measured, rel=0.25)
+
+
+def test_the_planned_hours_of_a_dump_are_within_a_quarter_of_an_h200s(tiny_recipe):
+    """A worker's bare speed was 28,377 tokens/s, and with writing 25,040; on another machine 0.82 of bare."""
+    figures = make_plan(tiny_recipe, {"dump-speed": 28_377.0, "train-speed": 1.0, "decode-ms": 1.0}).figures
+    planned = figures["dump: hours"] * tiny_recipe.features.workers
+    ratios = [planned / (figures["dump: tokens"] / speed / 3600) for speed in (25_040, 0.82 * 28_377)]
+    print(f"dump: planned over measured hours {ratios[0]:.2f}, {ratios[1]:.2f}")
+    assert ratios == pytest.approx([1, 1], abs=0.25)
+
+
+def test_a_step_has_one_step_of_adamw_and_the_measured_times_are_its_parts(tiny_recipe, monkeypatch):
+    monkeypatch.setattr(speeds, "mean_seconds", lambda work, *_: 3.0 if work.__name__ == "forward_backward" else 2.0)
+    times = speeds.time_training(changed(tiny_recipe, "train", micro_batch=4), "jakiro", 25)
+    assert times == speeds.MicroBatchTimes(100, 0, 3.0, 2.0)
+    assert (times.bare_speed, times.step_speed(1), times.step_speed(4)) == (100 / 5, 100 / 5, 400 / 14)
+
+
 def test_the_planned_bytes_and_passes_of_a_window(tiny_recipe):
     """Two drafts train for two epochs; with eight dialogues a shard there are twelve shards in four windows."""
     recipe = changed(changed(tiny_recipe, "train", window=3, epochs=2), "features", keep="window")

@@ -26,8 +26,8 @@ UNSOUND_KEYS = 1088  # for cuDNN's gradient: 64 more than a multiple of 128 (doc
 
 
 def measure_training(name: str, settings: CheckSettings) -> dict[str, Any]:
-    """Measure the tokens/s of training steps with reading and collating, the same steps twice, and the plan's figure,
-    which excludes both; on a GPU also a step's memory, next to the plan's formula.
+    """Measure the tokens/s of training steps with reading and collating, the same steps twice, the bare speed, which
+    excludes both, and the plan's; on a GPU also a step's memory, next to the plan's formula.
     """
     start_distributed()
     recipe = settings.recipe()
@@ -73,12 +73,14 @@ def measure_training(name: str, settings: CheckSettings) -> dict[str, Any]:
         figures["step_gib"] = round((torch.cuda.max_memory_allocated() - before) / GIB, 2)
         figures["formula_gib"] = round(step_bytes(recipe, shaped) / GIB, 2)
     length = recipe.train.pack_tokens or tokens // (STEPS * recipe.train.global_batch)
-    bare = plan_speeds.training_speed(recipe, name, length, seconds=5 if device() == "cuda" else 0)
+    times = plan_speeds.time_training(recipe, name, length, seconds=5 if device() == "cuda" else 0)
+    bare, planned = times.bare_speed, times.step_speed(batches.accumulation)
     goals = {
         "turn 1 over turn 2": (rates[0] / rates[1], ">=", 0.9),
         "a step's speed over bare": (rates[1] / bare, ">=", 0.85),
     }
     speeds = {"tokens_per_s": [round(rate, 1) for rate in rates], "bare_tokens_per_s": round(bare, 1)}
+    speeds |= {"planned_tokens_per_s": round(planned, 1)}
     return speeds | figures | judge(goals) | peak_memory()
 
 

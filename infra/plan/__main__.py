@@ -3,8 +3,9 @@
     jakiro plan RECIPE [--dump-speed R] [--train-speed R] [--decode-ms R] [--json]
 
 Streams the whole source to count its records, and again to encode 200 of them. Speeds that are not given are measured
-on this machine, each for at most 20 seconds. A row of the table is a figure with its source. With --json all figures
-are one JSON object instead, times in hours, sizes in bytes. Duplicates are not searched for.
+on this machine, each for at most 20 seconds (AdamW apart from forward and backward). A row of the table is a figure
+with its source. With --json all figures are one JSON object instead, times in hours, sizes in bytes. Duplicates are not
+searched for.
 
     tokens    records x accepted share of the sample x tokens of an accepted dialogue, up to max_tokens or max_dialogues
     time      dump: tokens / the speed of all workers. Each has its own GPU or, on a CPU, its cores; workers that share
@@ -12,11 +13,13 @@ are one JSON object instead, times in hours, sizes in bytes. Duplicates are not 
               computed, by a simulation of its order of shards (memory.py). The dump then runs during the training: on
               a CPU, whose cores they share, both count, otherwise only the slower one, as if neither slowed the other
               train: (passes x tokens + validations x validation tokens / 3) / (the speed of all ranks x the share of
-              a step that is work: ranks wait for the slowest, and rows are padded)
+              a step that is work: ranks wait for the slowest, and rows are padded). A measured speed is that of whole
+              steps: micro-batches, one step of AdamW, and on a GPU the host's work on their states (speeds.py, fitted
+              to an H200). The exchange of gradients between ranks is not counted
               eval: answers x max_new_tokens x the time of a plain token / the workers, as if no draft were faster and
               no answer ended early. That makes up for what is not counted: the prefill, warm-ups, the rounds that the
               gate recomputes
-              Loading, planning, writing, saving and waiting for data are not counted
+              Loading, planning, writing and saving are not counted
     disk      of the shards, by their format: 5 bytes for each token, and its hidden states. With features.keep =
               "window", of training's two windows or of features.disk_bytes
     memory    of one worker or rank: infra/plan/memory.py has the formulas; of a vLLM engine: infra/plan/engine.py
@@ -61,7 +64,7 @@ VALIDATION_COST = 1 / 3  # relative to the cost of training on the same token
 FORMULA = "formula"
 SPEEDS = {  # flags with which a user gives the speeds of the planned machine
     "dump-speed": "tokens/s of a dump worker",
-    "train-speed": "tokens/s of one GPU training the draft, without padding and waiting",
+    "train-speed": "tokens/s of one GPU in whole training steps, without padding and waiting for other ranks",
     "decode-ms": "ms a token of plain decoding",
 }
 
@@ -174,7 +177,10 @@ class ResourcePlan:
             speed, source = self.find_speed(
                 "train-speed",
                 "tokens/s a rank",
-                lambda name=name: speeds.training_speed(recipe, name, length) / self._ranks_a_device(ranks),
+                lambda name=name: (
+                    speeds.time_training(recipe, name, length).step_speed(config.accumulation(ranks))
+                    / self._ranks_a_device(ranks)
+                ),
             )
             hours = speed and tokens / (speed * ranks * working) / 3600
             text = f"{steps:,} ({parameter_count(draft):,} parameters)"

@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from pipeline.basics.accelerator import synchronized_time
 from pipeline.drafts import build, make_objective
 from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.features.batch import collate
-from pipeline.features.schema import TextRow
+from pipeline.features.schema import TextRow, row_dtype
 from pipeline.lm.model import DTYPES, Target, load_config, load_embed_head, resolve_device
 from pipeline.recipe.recipe import Recipe
 from preprocess.dump.worker import EncodedDocument, FeatureWorker
@@ -22,6 +23,9 @@ from preprocess.dump.worker import EncodedDocument, FeatureWorker
 MAX_PART = 32  # documents of the dump that are timed together
 PROBE = 20  # seconds, after which a measurement ends with what it has
 CONTEXT = 256  # tokens before the plain ones that are timed
+# What a step takes more than bare micro-batches, as bytes of states per second: the mean of four trainings on two H200s
+# (docs/results/gpu.md). Fitted to them; no other GPU was measured.
+STATE_BYTES_PER_S = 3e9
 
 
 def dump_worker(recipe: Recipe, folder: Path = Path()) -> FeatureWorker:
@@ -62,8 +66,30 @@ def worker_speed(worker: FeatureWorker, documents: list[EncodedDocument], second
     return tokens / took
 
 
-def training_speed(recipe: Recipe, name: str, length: int, seconds: float = 5) -> float:
-    """Return the tokens per second of forward, backward and AdamW, on random features of `length` tokens a dialogue."""
+@dataclass(frozen=True)
+class MicroBatchTimes:
+    """The seconds that a rank's micro-batch takes, and those that a step adds."""
+
+    tokens: int  # of the micro-batch
+    state_bytes: int  # that the host gives to an accelerator; 0 on a CPU
+    forward_backward: float
+    optimizer: float  # one step of AdamW
+
+    @property
+    def bare_speed(self) -> float:
+        """Return the tokens per second of forward, backward and AdamW, on a batch that is on the device."""
+        return self.tokens / (self.forward_backward + self.optimizer)
+
+    def step_speed(self, accumulation: int) -> float:
+        """Return the tokens per second of whole steps, each of `accumulation` micro-batches and one of AdamW. Reading,
+        collating and copying states take time in proportion to their bytes, and overlap with nothing.
+        """
+        micro_batch = self.forward_backward + self.state_bytes / STATE_BYTES_PER_S
+        return accumulation * self.tokens / (accumulation * micro_batch + self.optimizer)
+
+
+def time_training(recipe: Recipe, name: str, length: int, seconds: float = 5) -> MicroBatchTimes:
+    """Time forward and backward, and AdamW, on random features of `length` tokens a dialogue."""
     config, device, dtype = recipe.train, resolve_device(recipe.target.device), DTYPES[recipe.train.dtype]
     shapes = draft_shapes(load_config(recipe.target))
     draft = build(recipe.draft[name], shapes)
@@ -89,13 +115,17 @@ def training_speed(recipe: Recipe, name: str, length: int, seconds: float = 5) -
     totals, auxiliary = dict.fromkeys(objective.groups, length), range(len(draft.needs.auxiliary))
     batch = collate(rows, objective, totals, auxiliary=auxiliary).to(device, dtype)
 
-    def step() -> None:
+    def forward_backward() -> None:
         loss, _ = objective.loss(draft, batch)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
-    return length * config.micro_batch / mean_seconds(step, device, 2, seconds)
+    states = 0 if device.type == "cpu" else sum(states.numel() for states in batch.states)
+    return MicroBatchTimes(
+        length * config.micro_batch,
+        states * row_dtype(recipe.stored_dtype).itemsize,
+        mean_seconds(forward_backward, device, 2, seconds),
+        mean_seconds(optimizer.step, device, 2, seconds / 5),
+    )
 
 
 def mean_seconds(
