@@ -16,8 +16,8 @@ from pipeline.decoding.config import LoadedMethod
 from pipeline.decoding.generate import Sampling, decode_speculative, prefill
 from pipeline.decoding.tree import Tree, build_tree
 from pipeline.drafts import make_objective
-from pipeline.drafts.parallel import dflash, p_eagle
-from pipeline.drafts.parallel.dflash import bundle_anchors
+from pipeline.drafts.parallel import dflash, p_eagle, ranges
+from pipeline.drafts.parallel.dflash import pad_anchors
 from pipeline.drafts.parts import steps
 from pipeline.features.batch import Batch, collate, collate_packed
 from pipeline.features.schema import TextRow
@@ -128,7 +128,8 @@ def compute_as_the_device_does(monkeypatch) -> None:
     monkeypatch.setattr(attention, "PER_HEAD", ())
     monkeypatch.setattr(steps, "find_kernel", lambda *_: None)
     monkeypatch.setattr(p_eagle, "pad_width", lambda inputs, _: pad_width(inputs, DEVICE))
-    monkeypatch.setattr(dflash, "bundle_anchors", lambda *arguments: bundle_anchors(*arguments[:4], is_fixed=True))
+    monkeypatch.setattr(ranges, "is_cpu", lambda _: False)
+    monkeypatch.setattr(dflash, "pad_anchors", lambda anchors, block, _: pad_anchors(anchors, block, DEVICE))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed, in chunks"])

@@ -13,7 +13,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import RoundInput
 from pipeline.drafts import build, make_objective
-from pipeline.drafts.parallel import dflash
+from pipeline.drafts.parallel import dflash, ranges
 from pipeline.drafts.parallel.dflash import DFlashConfig, even_layers
 from pipeline.drafts.parallel.dspark import DSparkConfig
 from pipeline.drafts.parts.layers import draft_shapes
@@ -141,10 +141,10 @@ def draft(request, loaded_target, embed_head):
     return made.requires_grad_(True)
 
 
-@pytest.mark.parametrize("together", [256, 2 * BLOCK], ids=["one bundle", "bundles of two"])
+@pytest.mark.parametrize("queries", [256, 7], ids=["one piece", "pieces that cut blocks"])
 @pytest.mark.parametrize("draft", LOSSES, indirect=True)
-def test_the_loss_and_its_gradient_are_those_by_hand(draft, monkeypatch, together):
-    monkeypatch.setattr(dflash, "PLACES_PER_MASK", together)
+def test_the_loss_and_its_gradient_are_those_by_hand(draft, monkeypatch, queries):
+    monkeypatch.setattr(ranges, "CPU_QUERIES", queries)
     loss, gradient, anchors = loss_of(draft)
     assert len(anchors) == 7 and any(anchor + BLOCK > LENGTH for anchor in anchors)
     assert any(anchor < GAP < anchor + draft.config.levels for anchor in anchors)  # and places after the gap
@@ -157,21 +157,23 @@ def test_the_loss_and_its_gradient_are_those_by_hand(draft, monkeypatch, togethe
 
 
 FLAWS = {
-    "its anchor's own state": lambda first, last, *rest: BLOCK_MASK(first, last + 1, *rest),
-    "states up to its own end": lambda first, last, count, block, *_: BLOCK_MASK(first, last + block, count, block),
-    "other blocks": lambda *arguments: torch.cat(
-        [BLOCK_MASK(*arguments)[..., : arguments[2]], BLOCK_MASK(*arguments)[..., arguments[2] :] | True], 2
+    "its anchor's own state": lambda first, last, *rest: BLOCK_RANGES(first, last + 1, *rest),
+    "states up to its own end": lambda first, last, count, block, *_: BLOCK_RANGES(
+        first, np.minimum(last + block, count - 1), count, block
     ),
-    "no place after it": lambda *arguments: BLOCK_MASK(*arguments).tril(arguments[2]),
+    "other blocks": lambda first, last, count, block, *_: (
+        np.array([0, 0, count, count + block * len(last) - 1]) + BLOCK_RANGES(first, last, count, block) * [1, 1, 0, 0]
+    ),
+    "no place after it": lambda first, last, count, block, *_: BLOCK_RANGES(first, last, count, block, causal=True),
 }
-BLOCK_MASK = dflash.block_mask
+BLOCK_RANGES = dflash.block_ranges
 
 
 @pytest.mark.parametrize("flaw", FLAWS)
 @pytest.mark.parametrize("draft", ["decay"], indirect=True)
 def test_a_block_that_sees_what_it_must_not_has_another_loss(draft, monkeypatch, flaw):
     loss, _, anchors = loss_of(draft)
-    monkeypatch.setattr(dflash, "block_mask", FLAWS[flaw])
+    monkeypatch.setattr(dflash, "block_ranges", FLAWS[flaw])
     wrong, _, same_anchors = loss_of(draft)
     assert same_anchors == anchors and abs(wrong - loss) > 1e-3
 

@@ -10,8 +10,9 @@ import torch
 from pipeline.basics.accelerator import WIDTH_STEP, pad_width
 from pipeline.decoding.generate import Sampling, decode_speculative
 from pipeline.drafts import make_objective
-from pipeline.drafts.parallel.dflash import DFlashConfig, bundle_anchors
-from pipeline.drafts.parallel.p_eagle import PEagleConfig, _lay_out_inputs
+from pipeline.drafts.parallel.dflash import DFlashConfig, block_ranges, pad_anchors
+from pipeline.drafts.parallel.p_eagle import PEagle, PEagleConfig, lay_out_inputs
+from pipeline.drafts.parallel.ranges import range_mask
 from pipeline.features.positions import Horizons
 from pipeline.features.schema import FP8, FeatureSpec, TextRow, row_dtype
 from pipeline.features.shards import FeatureStore, write_features
@@ -102,7 +103,7 @@ def test_few_widths_occur_on_the_device(tmp_path):
 
 @pytest.mark.parametrize("kind", [DFlashConfig(block=4, anchors=16), PEagleConfig(depths=3)])
 def test_few_shapes_of_attention_occur_in_drafts_that_lay_out_their_inputs(kind):
-    """On the device the numbers of rows and keys of p-eagle's and dflash's masks are multiples, too."""
+    """On the device the numbers of queries and keys of p-eagle's and dflash's pieces are multiples, too."""
     pairs = {torch.device("cpu"): set(), DEVICE: set()}
     objective = make_objective(kind)
     with rehearsal():
@@ -113,11 +114,16 @@ def test_few_shapes_of_attention_occur_in_drafts_that_lay_out_their_inputs(kind)
                 width = pad_width(length - 1, device)
                 if isinstance(kind, PEagleConfig):
                     tokens = torch.zeros(1, width, dtype=torch.long, device=device)
-                    rows = _lay_out_inputs(SimpleNamespace(tokens_BT=tokens, positions=positions))[0].shape[1]
-                    seen.add((rows, rows))
+                    layout_R2, _ = lay_out_inputs(SimpleNamespace(tokens_BT=tokens, positions=positions))
+                    draft = SimpleNamespace(config=kind)
+                    mask = PEagle._mask(draft, np.zeros(len(layout_R2), np.int64), layout_R2, width, device)
                 else:
-                    bundles, _ = bundle_anchors(positions[1].inputs.numpy(), 1, width, 64, device.type != "cpu")
-                    seen.add((bundles.shape[1] * kind.block, width + bundles.shape[1] * kind.block))
+                    inputs_A = pad_anchors(positions[1].inputs.numpy(), kind.block, device)
+                    ranges_R4 = block_ranges(np.zeros_like(inputs_A), inputs_A, width, kind.block)
+                    mask = range_mask(ranges_R4, width, width + len(ranges_R4), device)
+                for piece in mask.pieces:
+                    parts = [part.stop - part.start for part in (piece.queries, piece.context, piece.further)]
+                    seen.add((parts[0], parts[1] + parts[2]))
     on_cpu, on_device = pairs.values()
     assert len(on_cpu) > 40 and len(on_device) <= 9
     assert not any(keys % 128 == 64 for _, keys in on_device)

@@ -28,6 +28,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import DraftOutput, DraftRequest, RoundInput
 from pipeline.drafts.parallel.anchors import decay_weights
 from pipeline.drafts.parallel.mask import MASK_TOKEN_ID, MaskTokenDraft, mask_token_fact
+from pipeline.drafts.parallel.ranges import RANGES, RangeMask, is_cpu, range_mask, text_begins
 from pipeline.drafts.parts.base import DenseConfig, FusedConfig, MaskConfig, VocabularyConfig, WindowConfig
 from pipeline.drafts.parts.layers import AttentionBlock, layer_config, norm, rotary, swiglu
 from pipeline.drafts.parts.losses import LossKind, Term, term_names
@@ -49,8 +50,7 @@ from pipeline.lm.attention import FULL, SLIDING, additive_mask
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
 
-# Places that share a mask in training: its size grows with their square, the copies of keys shrink.
-PLACES_PER_MASK = 256
+PLACES = 256  # on an accelerator, training's places are a multiple of about this: few shapes occur
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,10 +122,8 @@ class ContextLayer(AttentionBlock):
         super().__init__(llama, parts, None, number, True)
         self.self_attn.is_causal = False  # without a mask, all places attend to each other
 
-    def append_context(
-        self, context_BTD: Tensor, rope: tuple[Tensor, Tensor], cache: Any, rows_C: Any = slice(None)
-    ) -> None:
-        """Append the context's keys and values to the cache; `rows_C` selects rows of the batch, with repeats."""
+    def append_context(self, context_BTD: Tensor, rope: tuple[Tensor, Tensor], cache: Any) -> None:
+        """Append the context's keys and values to the cache."""
         attention: Any = self.self_attn
         shape = (*context_BTD.shape[:2], -1, attention.head_dim)
         keys, values = (
@@ -133,9 +131,9 @@ class ContextLayer(AttentionBlock):
             attention.v_proj(context_BTD).view(shape),
         )
         keys, _ = apply_rotary_pos_emb(keys, keys[:, :, :0], *rope, unsqueeze_dim=2)
-        cache.update(keys.transpose(1, 2)[rows_C], values.transpose(1, 2)[rows_C], attention.layer_idx)
+        cache.update(keys.transpose(1, 2), values.transpose(1, 2), attention.layer_idx)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Any, cache: Any) -> Tensor:
         parts: Any = self
         x = x + self.attend(parts.input_layernorm(x), rope, mask, cache)
         return x + parts.mlp(self.post_attention_layernorm(x))
@@ -148,6 +146,7 @@ class DFlash(MaskTokenDraft, TrainedDraft):
     def __init__(self, config: DFlashConfig, shapes: dict[str, Any]):
         super().__init__(config, shapes)
         llama = layer_config(shapes)
+        llama._attn_implementation = RANGES
         width = llama.hidden_size
         self.fc = nn.Linear(len(self.needs.auxiliary) * width, width, bias=False)
         self.hidden_norm, self.norm = norm(llama), norm(llama)
@@ -178,27 +177,25 @@ class DFlash(MaskTokenDraft, TrainedDraft):
         x = nn.functional.embedding(tokens_CAB.flatten(1), self.embed_head.embedding_VD).to(like.dtype)
         return x, self._angles(x, (positions_CA[..., None] + places).flatten(1))
 
-    def _mask(self, first_CA: Tensor, last_CA: Tensor, count: int) -> Tensor:
-        return block_mask(first_CA, last_CA, count, self.config.block, self.config.window, self.config.causal)
+    def _mask(self, first_A: np.ndarray, last_A: np.ndarray, count: int, device: torch.device) -> RangeMask:
+        config = self.config
+        ranges_R4 = block_ranges(first_A, last_A, count, config.block, config.window, config.causal)
+        return range_mask(ranges_R4, count, count + len(ranges_R4), device)
 
     # -- training -------------------------------------------------------------------------------------------------
 
     def forward(self, batch: "Batch") -> tuple[list[Tensor], None]:
         """Return, for each place, the features (M, D) of the blocks that have a label there."""
-        context_BTD = self._context(batch.select(self.needs))
-        (count, width), device = batch.tokens_BT.shape, batch.tokens_BT.device
+        context_BTD, device = self._context(batch.select(self.needs)), batch.tokens_BT.device
         anchors = np.asarray(batch.positions[1].inputs)
-        size, is_fixed = max(1, PLACES_PER_MASK // self.config.block), device.type != "cpu"
-        bundles_CA, slots = bundle_anchors(anchors, count, width, size, is_fixed)
-        inputs_CA = to_device(torch.tensor(bundles_CA), device)
-        rows_C, places_CA = inputs_CA[:, 0] // width, inputs_CA % width
-        begins_BT = torch.zeros_like(batch.tokens_BT) if batch.begins_BT is None else batch.begins_BT
-        begins_CA = begins_BT.flatten()[inputs_CA]
-        x, rope = self._blocks(batch.tokens_BT.flatten()[inputs_CA], places_CA + 1 - begins_CA, context_BTD)
-        mask = additive_mask(self._mask(begins_CA, places_CA, width), x.dtype)[:, None]
-        angles = self._angles(context_BTD, torch.arange(width, device=device) - begins_BT)
+        inputs_A, begins_N = pad_anchors(anchors, self.config.block, device), text_begins(batch)
+        context_BTD, begins_A = context_BTD.flatten(0, 1)[None], begins_N[inputs_A]
+        tokens_A = batch.tokens_BT.flatten()[to_device(inputs_A, device)]
+        x, rope = self._blocks(tokens_A[None], to_device(inputs_A + 1 - begins_A, device)[None], context_BTD)
+        mask = self._mask(begins_A, inputs_A, len(begins_N), device)
+        angles = self._angles(context_BTD, to_device(np.arange(len(begins_N)) - begins_N, device)[None])
         for layer in self._layers:
-            arguments = layer, x, context_BTD, angles, rows_C, rope, mask
+            arguments = layer, x, context_BTD, angles, rope, mask
             recomputes = self.recompute and torch.is_grad_enabled()
             x = (
                 checkpoint(_forward_layer, *arguments, use_reentrant=False)
@@ -210,9 +207,7 @@ class DFlash(MaskTokenDraft, TrainedDraft):
         features = []
         for level in range(levels):
             block_indices = np.searchsorted(anchors, np.asarray(batch.positions[level + 1].inputs))
-            features.append(
-                feature_ALD[:, level].index_select(0, to_device(torch.tensor(slots[block_indices]), device))
-            )
+            features.append(feature_ALD[:, level].index_select(0, to_device(block_indices, device)))
         return features, None
 
     # -- decoding -------------------------------------------------------------------------------------------------
@@ -237,66 +232,51 @@ class DFlash(MaskTokenDraft, TrainedDraft):
         for layer in self._layers:
             layer.append_context(context_BTD, angles, state.cache)
         state.verified = end
-        last_CA = torch.arange(end - places, end, device=device)[None]  # the last input that each block attends to
-        x, rope = self._blocks(to_device(inputs.tokens[-places:], device)[None], last_CA + 1, context_BTD)
-        mask, cached_CA = None, last_CA - state.dropped  # in the cache
+        last_A = np.arange(end - places, end)  # the last input that each block attends to
+        tokens_CA, positions_CA = to_device(np.array([inputs.tokens[-places:], last_A + 1]), device)[:, None]
+        x, rope = self._blocks(tokens_CA, positions_CA, context_BTD)
+        mask, cached_A = None, last_A - state.dropped  # in the cache
         if places > 1 or self.config.window or self.config.causal:
-            mask = additive_mask(self._mask(torch.zeros_like(cached_CA), cached_CA, end - state.dropped), x.dtype)[
-                :, None
-            ]
+            ranges = self._mask(np.zeros_like(cached_A), cached_A, end - state.dropped, device)
+            mask = additive_mask(ranges.dense(), x.dtype)[None, None]
         for layer in self._layers:
             x = layer(x, rope, mask, state.cache)
         return self.norm(x[0]).unflatten(0, (places, -1))[:, -self.config.levels :].transpose(0, 1)
 
 
 def _forward_layer(
-    layer: ContextLayer, x: Tensor, context_BTD: Tensor, angles: Any, rows_C: Tensor, rope: Any, mask: Tensor
+    layer: ContextLayer, x: Tensor, context_BTD: Tensor, angles: Any, rope: Any, mask: RangeMask
 ) -> Tensor:
     """Run a layer with a new cache, since it may run twice."""
     cache = DynamicCache()
-    layer.append_context(context_BTD, angles, cache, rows_C)
+    layer.append_context(context_BTD, angles, cache)
     return layer(x, rope, mask, cache)
 
 
-def block_mask(
-    first_CA: Tensor, last_CA: Tensor, count: int, block: int, window: int | None = None, causal: bool = False
-) -> Tensor:
-    """Return the attention mask of A blocks, bool (C, A * B, count + A * B).
+def block_ranges(
+    first_A: np.ndarray, last_A: np.ndarray, count: int, block: int, window: int | None = None, causal: bool = False
+) -> np.ndarray:
+    """Return the ranges of keys (A * block, 4) that the places of A blocks see, of `count` inputs of the context and
+    A * block places.
 
     Each place attends to the context from its block's first to its last input, limited to those less than `window`
     before the place, and to its own block (if causal, to the places up to itself).
     """
-    inputs = torch.arange(count, device=last_CA.device)
-    context_CAT = (inputs >= first_CA[..., None]) & (inputs <= last_CA[..., None])
-    context_CRT = context_CAT.repeat_interleave(block, dim=1)
+    places_R, number_R = np.arange(len(last_A) * block), np.tile(np.arange(block), len(last_A))
+    first_R, last_R = first_A.repeat(block), last_A.repeat(block)
     if window:
-        places_CR = (last_CA[..., None] + 1 + torch.arange(block, device=last_CA.device)).flatten(1)
-        context_CRT &= places_CR[..., None] - inputs < window
-    number = torch.arange(last_CA.shape[1], device=last_CA.device).repeat_interleave(block)
-    same_block = number[:, None] == number
-    same_block = same_block.tril() if causal else same_block
-    return torch.cat([context_CRT, same_block.expand(len(last_CA), -1, -1)], dim=2)
+        first_R = np.maximum(first_R, last_R + 1 + number_R - window + 1)
+    begins_R = places_R - number_R
+    ends_R = places_R if causal else begins_R + block - 1
+    return np.stack([first_R, last_R, count + begins_R, count + ends_R], axis=1)
 
 
-def bundle_anchors(
-    anchors: np.ndarray, rows: int, width: int, max_size: int, is_fixed: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
-    """Group the anchors, ascending numbers below rows * width, into bundles (C, A): of one row, at most `max_size`
-    anchors. `is_fixed`: as many in every batch, so that few shapes of attention occur.
-
-    Also returns the index of each anchor, below C * A. The last bundle of a row is padded with the row's first input.
-    There is at least one bundle, so that every weight takes part in every batch.
+def pad_anchors(anchors: np.ndarray, block: int, device: torch.device) -> np.ndarray:
+    """Return the anchors, padded with the first input to at least one, so that every weight takes part in every batch;
+    on an accelerator to a multiple.
     """
-    row_A = anchors // width
-    sizes = np.bincount(row_A, minlength=rows)
-    size = max_size if is_fixed else max(1, min(max_size, int(sizes.max())))
-    bundles = -(-sizes // size)
-    bundles[0] = max(bundles[0], not len(anchors))
-    filled = np.repeat(np.arange(rows) * width, bundles)[:, None].repeat(size, 1)
-    before = np.cumsum(bundles) - bundles  # bundles of the rows above
-    slots = before[row_A] * size + np.arange(len(anchors)) - (np.cumsum(sizes) - sizes)[row_A]
-    filled.reshape(-1)[slots] = anchors
-    return filled, slots
+    multiple = 1 if is_cpu(device) else max(1, PLACES // block)
+    return np.pad(anchors, (0, max(len(anchors), 1) + -max(len(anchors), 1) % multiple - len(anchors)))
 
 
 # -- names in other software -------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from pipeline.drafts.eagle3 import AUTHORS_FORMAT, DECAY, NUMBERED_FORMAT, Eagle
 from pipeline.drafts.eagle3 import NAMES as EAGLE3_NAMES
 from pipeline.drafts.eagle3 import engine_config as eagle3_config
 from pipeline.drafts.parallel.mask import MASK_TOKEN_ID, MaskTokenDraft, mask_token_fact
+from pipeline.drafts.parallel.ranges import RANGES, RangeMask, range_mask, text_begins
 from pipeline.drafts.parts.base import DenseConfig, MaskConfig
 from pipeline.drafts.parts.layers import AttentionBlock, norm
 from pipeline.drafts.parts.losses import Term, term_names
@@ -92,6 +93,7 @@ class PEagle(MaskTokenDraft, Dense, Eagle3Frame):
 
     def __init__(self, config: PEagleConfig, shapes: dict[str, Any]):
         super().__init__(config, shapes)
+        self.llama._attn_implementation = RANGES
         width = self.llama.hidden_size
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, len(self.needs.auxiliary) * width))
         self.layers = nn.ModuleDict()  # by number, as engines name them
@@ -106,13 +108,23 @@ class PEagle(MaskTokenDraft, Dense, Eagle3Frame):
         """The vector in place of the target's states (1, S, D)."""
         return self.mask_hidden.view(1, len(self.needs.auxiliary), -1)
 
-    def _mask(self, anchor_R: Tensor, depth_R: Tensor, anchor_C: Tensor, depth_C: Tensor) -> Tensor:
-        """Return the attention mask, bool (..., R, C), from each row's and column's input of the text and depth."""
-        a, s, b, d = anchor_R[..., None], depth_R[..., None], anchor_C[..., None, :], depth_C[..., None, :]
-        visible = torch.where(d == 0, b <= a, (b == a) & (d <= s))
-        return visible & (a + s - b - d < self.config.window) if self.config.window else visible
+    def _mask(self, first_R: np.ndarray, layout_R2: np.ndarray, count: int, device: torch.device) -> RangeMask:
+        """Return the mask of these inputs over `count` inputs of the text and the guesses.
 
-    def _layers(self, features: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any = None) -> Tensor:
+        An input's layout is its place, which is its input of the text, and its depth. Guesses are last, and those of
+        one input are successive. A text begins at `first_R`.
+        """
+        place_R, depth_R = layout_R2.T
+        window, guesses = self.config.window, int((depth_R > 0).sum())
+        number_R = count + guesses - len(depth_R) + np.arange(len(depth_R))  # of a guess, among all keys
+        before_R = depth_R - 1  # guesses of the same input before this one
+        if window:
+            first_R = np.maximum(first_R, place_R + depth_R - window + 1)
+            before_R = np.minimum(before_R, window - 1)
+        ranges_R4 = np.stack([first_R, place_R, number_R - before_R, number_R - (depth_R == 0)], axis=1)
+        return range_mask(ranges_R4, count, count + guesses, device)
+
+    def _layers(self, features: Tensor, tokens: Tensor, positions: Tensor, mask: Any, cache: Any = None) -> Tensor:
         """Return features (B, R, D) of rows (B, R), before the head's norm."""
         x_BRD, residual = self.inputs(features, self.embed(tokens, features))
         rope = self._rope[0].to(residual.device)(residual, positions)
@@ -127,21 +139,20 @@ class PEagle(MaskTokenDraft, Dense, Eagle3Frame):
     def forward(self, batch: "Batch") -> tuple[list[Tensor], None]:
         """Return, for each depth, the features (M, D) at the inputs that are trained there."""
         features_BTD, device = self.features(batch.select(self.needs)), batch.tokens_BT.device
-        *layout, row_of = _lay_out_inputs(batch)
-        place_BR, depth_BR = (to_device(numbers, device) for numbers in layout)
-        text_place_BR, guessed_BR = place_BR.clamp_min(0), depth_BR > 0
-        tokens_BR = torch.where(guessed_BR, self.mask_token_id, batch.tokens_BT.gather(1, text_place_BR))
-        true_BRD = features_BTD.gather(1, text_place_BR[..., None].expand(-1, -1, features_BTD.shape[-1]))
-        masked_1D = self.features(self._masked_1SD.to(true_BRD.dtype))
-        features_BRD = torch.where(guessed_BR[..., None], masked_1D, true_BRD)
-        begins_BT = torch.zeros_like(batch.tokens_BT) if batch.begins_BT is None else batch.begins_BT
-        begins_BR = begins_BT.gather(1, text_place_BR)
-        visible = self._mask(place_BR, depth_BR, place_BR, depth_BR) & (begins_BR[..., None] == begins_BR[:, None])
-        mask = additive_mask(visible, features_BRD.dtype)[:, None]
-        arguments = features_BRD, tokens_BR, text_place_BR - begins_BR + depth_BR, mask
+        features_ND, begins_N = features_BTD.flatten(0, 1), text_begins(batch)
+        layout_R2, rows_by_depth = lay_out_inputs(batch)
+        place_R, depth_R = layout_R2.T
+        text_place_R = place_R.clip(0)
+        begins_R, guesses = begins_N[text_place_R], len(place_R) - len(begins_N)
+        masked_1D = self.features(self._masked_1SD.to(features_ND.dtype))
+        features_RD = torch.cat([features_ND, masked_1D.expand(guesses, -1)])
+        tokens_R = torch.cat([batch.tokens_BT.flatten(), self.mask_token_id.expand(guesses)])
+        positions_R = to_device(text_place_R - begins_R + depth_R, device)
+        mask = self._mask(begins_R, layout_R2, len(begins_N), device)
+        arguments = features_RD[None], tokens_R[None], positions_R[None], mask
         recomputes = self.recompute and torch.is_grad_enabled()
-        f_BRD = checkpoint(self._layers, *arguments, use_reentrant=False) if recomputes else self._layers(*arguments)
-        return [f_BRD.flatten(0, 1).index_select(0, to_device(rows, device)) for rows in row_of], None
+        (f_RD,) = checkpoint(self._layers, *arguments, use_reentrant=False) if recomputes else self._layers(*arguments)
+        return [f_RD.index_select(0, to_device(rows, device)) for rows in rows_by_depth], None
 
     # -- decoding -------------------------------------------------------------------------------------------------
 
@@ -151,47 +162,42 @@ class PEagle(MaskTokenDraft, Dense, Eagle3Frame):
         count, device = len(inputs.states_TSD), inputs.states_TSD.device
         cached, further = state.drop_tree(self.config.window), request.levels - 1
         end = state.verified + count
-        guessed = torch.arange(end - places, end).repeat_interleave(further)
-        place_C = torch.cat([torch.arange(state.dropped, end), guessed])
-        depth_C = torch.cat([torch.zeros(cached + count), torch.arange(1, request.levels).repeat(places)]).long()
-        place_C, depth_C = to_device(torch.stack([place_C, depth_C]), device)
-        place_R, depth_R = place_C[cached:], depth_C[cached:]
+        guessed = np.arange(end - places, end).repeat(further)
+        place_R = np.concatenate([np.arange(state.verified, end), guessed])
+        depth_R = np.concatenate([np.zeros(count, np.int64), np.tile(np.arange(1, request.levels), places)])
+        layout_R2 = np.stack([place_R - state.dropped, depth_R], axis=1)  # in the cache
+        mask = self._mask(np.zeros_like(place_R), layout_R2, cached + count, device)
         both_features = self.features(torch.cat([inputs.states_TSD, self._masked_1SD.to(inputs.states_TSD.dtype)]))
         features_RD = torch.cat([both_features[:count], both_features[count:].expand(places * further, -1)])
         tokens_R = torch.cat([to_device(inputs.tokens[-count:], device), self.mask_token_id.expand(places * further)])
-        mask = additive_mask(self._mask(place_R, depth_R, place_C, depth_C), features_RD.dtype)[None, None]
-        f_RD = self._layers(features_RD[None], tokens_R[None], (place_R + depth_R)[None], mask, state.cache)[0]
+        dense, positions_R = additive_mask(mask.dense(), features_RD.dtype), to_device(place_R + depth_R, device)
+        f_RD = self._layers(features_RD[None], tokens_R[None], positions_R[None], dense[None, None], state.cache)[0]
         state.verified = end
         ahead_WSD = f_RD[count:].view(places, further, f_RD.shape[1])
         f_LWD = torch.cat([f_RD[count - places : count, None], ahead_WSD], dim=1).transpose(0, 1)
         return DraftOutput(f_LWD[0], list(self.logits(f_LWD)))
 
 
-def _lay_out_inputs(batch: "Batch") -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+def lay_out_inputs(batch: "Batch") -> tuple[np.ndarray, list[np.ndarray]]:
     """Lay out the inputs of a forward, on the host.
 
-    Returns each input's place among the row's T inputs of the text (B, R), -1 for padding, to which no other attends;
-    its depth (B, R), with the text's own inputs first; and, for each depth, the indices below B R that are trained.
+    Returns each input's place among the B T inputs of the text, -1 for padding, to which no other attends, and its
+    depth (R, 2), with the text's own inputs first; and, for each depth, the indices below R that are trained.
     """
-    (count, width), groups = batch.tokens_BT.shape, sorted(batch.positions)
+    count, groups = batch.tokens_BT.numel(), sorted(batch.positions)
     trained = [np.asarray(batch.positions[group].inputs) for group in groups]
-    deepest_BT = np.zeros((count, width), dtype=np.int64)
+    deepest_N = np.zeros(count, dtype=np.int64)
     for depth, inputs in enumerate(trained):  # ascending: a guess needs all smaller depths, trained or not
-        deepest_BT.flat[inputs] = depth
-    drawn = np.arange(1, max(len(groups), 1)) <= deepest_BT[..., None]  # by depth from 1 on
-    b_M, place_M, depth_M = np.nonzero(drawn)
-    sizes_B = np.bincount(b_M, minlength=count)
-    rows = pad_width(width + int(sizes_B.max()), batch.tokens_BT.device)
-    at_M = width + np.arange(len(b_M)) - (np.cumsum(sizes_B) - sizes_B)[b_M]
-    place_BR = np.full((count, rows), -1)
-    place_BR[:, :width] = np.arange(width)
-    depth_BR = np.zeros((count, rows), dtype=np.int64)
-    depth_BR[:, width:] = np.arange(1, rows - width + 1)  # padding: each has its own depth
-    place_BR[b_M, at_M], depth_BR[b_M, at_M] = place_M, depth_M + 1
-    number_of = np.full((max(len(groups), 1), count * width), -1)
-    number_of[0] = (np.arange(count)[:, None] * rows + np.arange(width)).ravel()
-    number_of[depth_M + 1, b_M * width + place_M] = b_M * rows + at_M
-    return place_BR, depth_BR, [number_of[depth, inputs] for depth, inputs in enumerate(trained)]
+        deepest_N[inputs] = depth
+    place_M, depth_M = np.nonzero(np.arange(1, max(len(groups), 1)) <= deepest_N[:, None])
+    rows = pad_width(count + len(place_M), batch.tokens_BT.device)
+    layout_R2 = np.full((rows, 2), (-1, 1))  # padding
+    layout_R2[:count] = np.stack([np.arange(count), np.zeros(count, np.int64)], axis=1)
+    layout_R2[count : count + len(place_M)] = np.stack([place_M, depth_M + 1], axis=1)
+    number_of = np.full((max(len(groups), 1), count), -1)
+    number_of[0] = np.arange(count)
+    number_of[depth_M + 1, place_M] = count + np.arange(len(place_M))
+    return layout_R2, [number_of[depth, inputs] for depth, inputs in enumerate(trained)]
 
 
 # -- names in other software -------------------------------------------------------------------------------------------
