@@ -96,6 +96,7 @@ def test_a_dump_ends_in_one_line(slow, tmp_path, warm, engine):
     wait_until(lambda: not engines.left_of(python))
 
 
+@pytest.mark.long
 def test_a_run_ends_with_its_launcher_and_ranks_in_one_line(slow, tmp_path):
     """None of ours leaves a traceback, and of the ranks the first tells."""
     recipe, run = slow

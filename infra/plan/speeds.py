@@ -94,6 +94,7 @@ def time_training(recipe: Recipe, name: str, length: int, seconds: float = 5) ->
     shapes = draft_shapes(load_config(recipe.target))
     draft = build(recipe.draft[name], shapes)
     draft.initialise(recipe.seed)
+    draft.compiled = config.compile
     if draft.token_ids_U is not None:
         draft.set_vocabulary(torch.arange(len(draft.token_ids_U)))
     draft.bind(load_embed_head(recipe.target, dtype if draft.config.runs_the_target else None))

@@ -136,6 +136,7 @@ def test_a_draft_of_its_states_decodes_as_training_estimates(family, dialogues, 
     assert sum(accepted.values()) > 0
 
 
+@pytest.mark.long
 def test_the_gate_lets_chains_round_as_plain_decoding_does(dialogues, tmp_path, monkeypatch):
     """A chain's sums are rounded otherwise than a step's, in float32 on a CPU as well: the drift decides. A verifier
     that keeps a rejected token in its states is seen.

@@ -81,10 +81,10 @@ def test_a_dialogue_whose_logits_are_not_finite_is_rejected_and_its_batch_is_not
     sound, answers = worker.work(task), worker._interview._source.answers
     doc_id = sound.dialogues[2]["id"]
 
-    def broken(prompts_asked, sampling, **options):
+    def broken(prompts_asked, *more, **options):
         if worker._interview._seed(AnsweredDialogue(doc_id, [], [])) in [prompt.seed for prompt in prompts_asked]:
             raise NoAnswer("not finite")
-        return answers(prompts_asked, sampling, **options)
+        return answers(prompts_asked, *more, **options)
 
     worker._interview._source.answers = broken
     part = worker.work(task)
