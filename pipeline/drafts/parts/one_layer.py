@@ -17,11 +17,11 @@ from pipeline.basics.accelerator import to_device
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
 from pipeline.decoding.fixed import FixedRounds
+from pipeline.drafts.parts.attention.steps import Mask, StepCache, StepMask, ttt_mask
 from pipeline.drafts.parts.base import VocabularyConfig, WindowConfig
 from pipeline.drafts.parts.layers import AttentionBlock, layer_config, rotary, swiglu
 from pipeline.drafts.parts.losses import Term, term_names
 from pipeline.drafts.parts.module import TrainedDraft
-from pipeline.drafts.parts.steps import Mask, StepCache, StepMask, ttt_mask
 from pipeline.lm.attention import additive_mask, causal_mask
 from pipeline.lm.cache import TreeCache
 
