@@ -38,7 +38,7 @@ from pipeline.basics.progress import format_duration
 from pipeline.decoding.config import TreeConfig
 from pipeline.drafts import TrainedDraft, build, parameter_count
 from pipeline.drafts.eagle3 import Eagle3Config
-from pipeline.drafts.jakiro import JakiroConfig
+from pipeline.drafts.jakiro import JakiroConfig, JakiroOnEagle3Config
 from pipeline.drafts.native.skipper import SkipperConfig
 from pipeline.drafts.parallel.dflash import DFlashConfig
 from pipeline.drafts.parallel.dspark import DSparkConfig
@@ -377,6 +377,8 @@ FORWARDS = {
     "p-eagle": PEagleConfig(layers=2, depths=4),
     "skipper": SkipperConfig(sparsity=[0.0, 0.5]),
     "eagle3": Eagle3Config(ttt_steps=4),
+    "eagle3, anchors": Eagle3Config(ttt_steps=4, anchors=20, window=64),
+    "jakiro on eagle-3, anchors": JakiroOnEagle3Config(frame="eagle-3", ttt_steps=4, anchors=20),
 }
 
 
@@ -425,6 +427,23 @@ def test_a_training_time_tests_activations_grow_with_the_length(tiny_recipe, pac
         return activation_bytes(recipe, planned(recipe, Eagle3Config(ttt_steps=4, window=window)), recompute=False)
 
     assert 7.5 * activations(512) < activations(4096) < 8.2 * activations(512)
+
+
+def test_further_steps_after_anchors_keep_little(tiny_recipe):
+    """Each the activations of its 20 rows, and keys and values of the first step next to its own."""
+
+    def activations(steps, anchors=None):
+        draft = planned(tiny_recipe, Eagle3Config(ttt_steps=steps, anchors=anchors))
+        return activation_bytes(tiny_recipe, draft, recompute=False)
+
+    first, recomputed = activations(1), changed(tiny_recipe, "train", recompute=True)
+    draft = planned(tiny_recipe, Eagle3Config(ttt_steps=7, anchors=20))
+    kept = activation_bytes(tiny_recipe, draft, recompute=True)
+    more = step_bytes(recomputed, draft) - step_bytes(tiny_recipe, draft)
+    assert more >= kept + first - activations(7, 20), "the first step is recomputed whole"
+    share = (activations(7, 20) - first) / (activations(7) - first)
+    print(f"20 anchors among 159 inputs keep {share:.3f} of the bytes")
+    assert share < 0.3
 
 
 def test_memory_of_evaluation(tiny_recipe):

@@ -15,9 +15,9 @@ from torch.nn.attention import sdpa_kernel
 from infra.check.shapes import CheckSettings, device
 from infra.check.timing import judge, time_call
 from pipeline.basics.accelerator import WIDTH_STEP, synchronized_time
-from pipeline.drafts.parts import steps
+from pipeline.drafts.parts.attention import steps
+from pipeline.drafts.parts.attention.steps import StepMask, attend, find_kernel
 from pipeline.drafts.parts.losses import classify, renormalised_labels
-from pipeline.drafts.parts.steps import StepMask, attend, find_kernel
 from pipeline.lm.attention import WITHOUT_CUDNN, additive_mask, causal_mask
 from pipeline.lm.model import DTYPES
 

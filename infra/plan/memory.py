@@ -214,7 +214,8 @@ def all_positions(config: DraftConfig, rows: int, count: int) -> dict[Group, Any
     """Return the trained positions of `rows` rows of `count` tokens, all of which are the assistant's. They are NumPy
     arrays, since fake tensors have no content.
     """
-    one_row = make_objective(config).positions(np.zeros(count + 1, np.int32), np.ones(count + 1, np.uint8))
+    ids, is_answer, seed = np.zeros(count + 1, np.int32), np.ones(count + 1, np.uint8), (0,)
+    one_row = make_objective(config).positions(ids, is_answer, seed)
     row_begins = count * np.arange(rows)[:, None]
     arrays = {
         group: (group_positions.inputs.numpy(), group_positions.labels.numpy() - 1)

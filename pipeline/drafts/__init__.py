@@ -7,10 +7,17 @@ from pipeline.basics.parse import parse_settings
 from pipeline.decoding.contract import Source
 from pipeline.drafts import eagle, eagle3, gumiho, hydra, jakiro, small_model
 from pipeline.drafts.eagle import Eagle, EagleConfig
-from pipeline.drafts.eagle3 import Eagle3, Eagle3Config
+from pipeline.drafts.eagle3 import Eagle3, Eagle3Config, TrainingTimeTestObjective
 from pipeline.drafts.gumiho import Gumiho, GumihoConfig
 from pipeline.drafts.hydra import Hydra, HydraConfig
-from pipeline.drafts.jakiro import ExpertsObjective, Jakiro, JakiroConfig, JakiroOnEagle3, JakiroOnEagle3Config
+from pipeline.drafts.jakiro import (
+    ExpertsObjective,
+    ExpertsOnEagle3Objective,
+    Jakiro,
+    JakiroConfig,
+    JakiroOnEagle3,
+    JakiroOnEagle3Config,
+)
 from pipeline.drafts.native import mtp
 from pipeline.drafts.native.mtp import Mtp, MtpConfig
 from pipeline.drafts.native.skipper import Skipper, SkipperConfig, SkipperObjective
@@ -42,11 +49,11 @@ DRAFTS: dict[str, Kind] = {
     "dflash": Kind(DFlashConfig, DFlash, BlockObjective, dflash.NAMES),
     "dspark": Kind(DSparkConfig, DSpark, BlockObjective, dspark.NAMES),
     "eagle": Kind(EagleConfig, Eagle, names=eagle.NAMES),
-    "eagle3": Kind(Eagle3Config, Eagle3, names=eagle3.NAMES),
+    "eagle3": Kind(Eagle3Config, Eagle3, TrainingTimeTestObjective, eagle3.NAMES),
     "gumiho": Kind(GumihoConfig, Gumiho, names=gumiho.NAMES),
     "hydra": Kind(HydraConfig, Hydra, names=hydra.NAMES),
     "jakiro": Kind(JakiroConfig, Jakiro, ExpertsObjective, jakiro.NAMES),
-    "jakiro on eagle-3": Kind(JakiroOnEagle3Config, JakiroOnEagle3, ExpertsObjective, jakiro.NAMES_ON_EAGLE3),
+    "jakiro on eagle-3": Kind(JakiroOnEagle3Config, JakiroOnEagle3, ExpertsOnEagle3Objective, jakiro.NAMES_ON_EAGLE3),
     "medusa": Kind(MedusaConfig, Medusa, names=medusa.NAMES),
     "mtp": Kind(MtpConfig, Mtp, names=mtp.NAMES),
     "p-eagle": Kind(PEagleConfig, PEagle, PEagleObjective, p_eagle.NAMES),

@@ -14,10 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pipeline.basics.errors import PipelineError
+from pipeline.drafts.parts.attention.chains import ANCHORS, step_group
 from pipeline.drafts.parts.base import DenseConfig, FusedConfig
 from pipeline.drafts.parts.layers import AttentionBlock, norm
 from pipeline.drafts.parts.losses import OwnHead, Term
@@ -32,8 +34,11 @@ from pipeline.drafts.parts.names import (
     Names,
     llama_config,
 )
+from pipeline.drafts.parts.objective import Objective
 from pipeline.drafts.parts.one_layer import Dense, OneLayer, OneLayerConfig
+from pipeline.features.positions import Group, Horizons, Positions, Seed, draw_inputs, trained_mask
 
+STREAM = 0x74747431  # random stream, separate from others with the same seeds
 DECAY = 0.8  # factor of a loss's weight for each earlier forward pass or depth
 
 
@@ -81,19 +86,49 @@ class Eagle3FrameConfig(FusedConfig, OneLayerConfig):
 @dataclass(frozen=True, kw_only=True)
 class TrainingTimeTestConfig(Eagle3FrameConfig):
     ttt_steps: int = 7  # training-time test: forwards of a batch; from the second on, features are the draft's own
+    anchors: int | None = None  # forwards from the second on run after so many drawn inputs of a dialogue; default: all
 
     def __post_init__(self):
         super().__post_init__()
-        self.require_at_least(1, "ttt_steps")
+        self.require_at_least(1, "ttt_steps", "anchors")
 
     def terms(self, step: int) -> list[Term]:
         """Return the terms, including those of the forward passes on the draft's own features."""
-        steps = range(2, self.ttt_steps + 1)
-        weights = [{"classification": DECAY ** (n - 1)} for n in steps]
-        ttt_terms = [
-            Term(f"ttt_{n}", 1, step_weights, self.objective) for n, step_weights in zip(steps, weights, strict=True)
-        ]
+        ttt_terms = []
+        for number in range(2, self.ttt_steps + 1):
+            group = 1 if self.anchors is None else step_group(number)
+            weights = {"classification": DECAY ** (number - 1)}
+            ttt_terms.append(Term(f"ttt_{number}", group, weights, self.objective))
         return [*super().terms(step), *ttt_terms]
+
+
+class TrainingTimeTestObjective(Objective):
+    """The objective whose steps from the second on are trained after drawn inputs, if the settings have `anchors`.
+
+    An anchor a is an input that the first step trains. Step s is trained at input a + s - 1, if the first step trains
+    that one, too. Without a seed, so in validation, there are no anchors, and every step is trained where the first is.
+    """
+
+    config: TrainingTimeTestConfig
+
+    def positions(self, ids: np.ndarray, loss_mask: np.ndarray, seed: Seed = ()) -> dict[Group, Positions]:
+        horizons = Horizons(range(1, self.config.levels + 1)).positions(ids, loss_mask, seed)
+        if self.config.anchors is None:
+            return horizons
+        steps = range(2, self.config.ttt_steps + 1)
+        if not seed:
+            return horizons | {step_group(number): horizons[1] for number in steps}
+        is_trained = np.append(trained_mask(loss_mask, 1), np.zeros(len(steps), dtype=bool))
+        anchors = draw_inputs(is_trained.nonzero()[0], self.config.anchors, (STREAM, *seed))
+        positions: dict[Group, Positions] = {ANCHORS: _next_labels(anchors)}
+        for number in steps:
+            inputs = anchors + (number - 1)
+            positions[step_group(number)] = _next_labels(inputs[is_trained[inputs]])
+        return horizons | positions
+
+
+def _next_labels(inputs: np.ndarray) -> Positions:
+    return Positions(torch.from_numpy(inputs), torch.from_numpy(inputs + 1))
 
 
 @dataclass(frozen=True, kw_only=True)

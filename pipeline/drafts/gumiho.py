@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
 from pipeline.drafts.eagle import EagleFrame, EagleFrameConfig
+from pipeline.drafts.parts.attention.steps import Mask
 from pipeline.drafts.parts.base import DenseConfig
 from pipeline.drafts.parts.layers import AttentionBlock, ResBlock, norm
 from pipeline.drafts.parts.losses import Term, term_names
 from pipeline.drafts.parts.names import FileFormat, Names
 from pipeline.drafts.parts.one_layer import Dense, Heads
-from pipeline.drafts.parts.steps import Mask
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch

@@ -24,7 +24,7 @@ from pipeline.basics.settings import Settings
 from pipeline.drafts.eagle import NAMES as EAGLE_NAMES
 from pipeline.drafts.eagle import NO_BIAS, EagleFrame, EagleFrameConfig
 from pipeline.drafts.eagle3 import NAMES as EAGLE3_NAMES
-from pipeline.drafts.eagle3 import NUMBERED_FORMAT, Eagle3Frame, TrainingTimeTestConfig
+from pipeline.drafts.eagle3 import NUMBERED_FORMAT, Eagle3Frame, TrainingTimeTestConfig, TrainingTimeTestObjective
 from pipeline.drafts.parts.layers import swiglu
 from pipeline.drafts.parts.losses import Term
 from pipeline.drafts.parts.names import FileFormat
@@ -194,6 +194,10 @@ class ExpertsObjective(Objective):
             f"in each dialogue the gate keeps to few of its {experts} experts (balance_penalty {penalty:.1f}: 1 is "
             f"even, {experts / selected:g} the most): raise its balance_loss, which is {self.config.balance_loss:g}"
         )
+
+
+class ExpertsOnEagle3Objective(ExpertsObjective, TrainingTimeTestObjective):
+    pass
 
 
 def balance_penalty(scores_BTR: Tensor, selected_BTK: Tensor, experts: int, batch: "Batch") -> Tensor:

@@ -38,7 +38,7 @@ class PositionChooser(Protocol):
     def positions(self, ids: np.ndarray, loss_mask: np.ndarray, seed: Seed = ()) -> dict[Group, Positions]:
         """Return, by group, the positions of a dialogue of T tokens: inputs below T - 1, labels below T. They depend on
         the text and the seed only. The seed differs by step and dialogue, and everything random is drawn from it, so
-        a resumed run and any number of ranks draw the same.
+        a resumed run and any number of ranks draw the same. Validation gives no seed.
         """
 
 
@@ -64,6 +64,13 @@ def trained_mask(loss_mask: np.ndarray, horizon: int) -> np.ndarray:
     out = np.zeros(inputs, dtype=bool)
     out[: max(inputs - horizon, 0)] = loss_mask[1 + horizon :]
     return out
+
+
+def draw_inputs(inputs_M: np.ndarray, count: int, seed: Seed) -> np.ndarray:
+    """Return `count` of these inputs in their order, drawn without repetition; all of them if they are not more."""
+    if len(inputs_M) <= count:
+        return inputs_M
+    return np.sort(np.random.default_rng(seed).choice(inputs_M, count, replace=False))
 
 
 def count_positions(dialogues: Sequence[dict[Group, Positions]]) -> dict[Group, int]:

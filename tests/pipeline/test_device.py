@@ -16,9 +16,9 @@ from pipeline.decoding.config import LoadedMethod
 from pipeline.decoding.generate import Sampling, decode_speculative, prefill
 from pipeline.decoding.tree import Tree, build_tree
 from pipeline.drafts import make_objective
-from pipeline.drafts.parallel import dflash, p_eagle, ranges
+from pipeline.drafts.parallel import dflash, p_eagle
 from pipeline.drafts.parallel.dflash import pad_anchors
-from pipeline.drafts.parts import steps
+from pipeline.drafts.parts.attention import ranges, steps
 from pipeline.features.batch import Batch, collate, collate_packed
 from pipeline.features.schema import TextRow
 from pipeline.lm import attention

@@ -13,9 +13,10 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import RoundInput
 from pipeline.drafts import build, make_objective
-from pipeline.drafts.parallel import dflash, ranges
+from pipeline.drafts.parallel import dflash
 from pipeline.drafts.parallel.dflash import DFlashConfig, even_layers
 from pipeline.drafts.parallel.dspark import DSparkConfig
+from pipeline.drafts.parts.attention import ranges
 from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.features.batch import collate
 from pipeline.features.positions import count_positions

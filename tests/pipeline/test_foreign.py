@@ -11,8 +11,8 @@ from pipeline.artifacts.foreign import read_foreign_config
 from pipeline.artifacts.imported import import_draft
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts.eagle3 import Eagle3Config
+from pipeline.drafts.parts.attention.steps import ttt_mask
 from pipeline.drafts.parts.names import AUXILIARY
-from pipeline.drafts.parts.steps import ttt_mask
 from pipeline.lm.attention import additive_mask
 from tests.pipeline.layouts import BLOCKS, DFLASH, EAGLE, EAGLE_3, P_EAGLE, assert_imported, with_settings
 from tests.pipeline.taught import make_draft, prompt_of

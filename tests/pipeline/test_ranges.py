@@ -9,11 +9,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from pipeline.drafts import make_objective
-from pipeline.drafts.parallel import ranges
 from pipeline.drafts.parallel.dflash import DFlashConfig, block_ranges
 from pipeline.drafts.parallel.dspark import DSparkConfig
 from pipeline.drafts.parallel.p_eagle import PEagle, PEagleConfig, lay_out_inputs
-from pipeline.drafts.parallel.ranges import attend, range_mask, text_begins
+from pipeline.drafts.parts.attention import ranges
+from pipeline.drafts.parts.attention.ranges import attend, range_mask, text_begins
 from pipeline.features.positions import Positions
 
 HEADS, GROUPS, WIDTH, SCALE = 4, 2, 16, 0.3

@@ -8,8 +8,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from pipeline.drafts.parts import steps
-from pipeline.drafts.parts.steps import CpuKernel, FlashKernel, StepMask, attend, find_kernel, is_exact
+from pipeline.drafts.parts.attention import steps
+from pipeline.drafts.parts.attention.steps import CpuKernel, FlashKernel, StepMask, attend, find_kernel, is_exact
 
 HEADS, GROUPS, WIDTH, SCALE = 6, 2, 16, 0.3
 CPU = torch.device("cpu")

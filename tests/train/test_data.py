@@ -8,6 +8,9 @@ import torch
 
 from infra.plan.share import Lengths, LengthsStore, working_share
 from pipeline.basics.errors import PipelineError
+from pipeline.drafts import make_objective
+from pipeline.drafts.eagle3 import Eagle3Config
+from pipeline.drafts.parts.attention.chains import ANCHORS
 from pipeline.features.positions import Horizons, trained_mask
 from pipeline.features.schema import FeatureSpec, TextRow
 from pipeline.features.shards import FeatureStore, write_features
@@ -222,6 +225,32 @@ def test_what_a_dialogue_trains_on_does_not_depend_on_ranks(store, ranks, micro,
         assert all(len(part.tokens_BT) == micro for part in parts)
         assert sorted(n for part in parts for n in numbers_in(part)) == sorted(dialogues_of(reference, step))
         assert contents(parts) == contents(reference.micro_batches(step)) and len(contents(parts)) == 8
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 2), (2, 4), (4, 2)])
+def test_the_anchors_of_a_step_do_not_depend_on_ranks_or_on_where_a_training_resumes(store, ranks, micro):
+    objective = make_objective(Eagle3Config(ttt_steps=3, anchors=2))
+
+    def anchors_from(first, ranks, micro):
+        """By step and dialogue."""
+        drawn = {}
+        for rank in range(ranks):
+            loader = Batches(store, config(micro_batch=micro), objective, Needs(), 5, rank, ranks)
+            for step, parts in loader.from_step(first):
+                for batch in parts:
+                    inputs, width = batch.positions[ANCHORS].inputs, batch.tokens_BT.shape[1]
+                    for row, number in enumerate(numbers_in(batch)):
+                        drawn[step, number] = inputs[inputs // width == row].remainder(width).tolist()
+        return drawn
+
+    from_start = anchors_from(0, 1, 2)
+    assert anchors_from(0, ranks, micro) == from_start
+    resumed = anchors_from(6, ranks, micro)
+    assert resumed == {key: x for key, x in from_start.items() if key[0] >= 6} and resumed
+    by_dialogue = {}
+    for (_, number), inputs in from_start.items():
+        by_dialogue.setdefault(number, set()).add(tuple(inputs))
+    assert max(map(len, by_dialogue.values())) > 1  # drawn again at each step
 
 
 def test_totals_count_the_whole_global_batch(store):

@@ -12,7 +12,7 @@ from pipeline.decoding.generate import Sampling, decode_speculative
 from pipeline.drafts import make_objective
 from pipeline.drafts.parallel.dflash import DFlashConfig, block_ranges, pad_anchors
 from pipeline.drafts.parallel.p_eagle import PEagle, PEagleConfig, lay_out_inputs
-from pipeline.drafts.parallel.ranges import range_mask
+from pipeline.drafts.parts.attention.ranges import range_mask
 from pipeline.features.positions import Horizons
 from pipeline.features.schema import FP8, FeatureSpec, TextRow, row_dtype
 from pipeline.features.shards import FeatureStore, write_features

@@ -15,11 +15,11 @@ from transformers import DynamicCache
 
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts.native.families import HEADS, make_decoder
+from pipeline.drafts.parts.attention.steps import Mask
 from pipeline.drafts.parts.layers import ROPES, UnregisteredModule
 from pipeline.drafts.parts.losses import Term
 from pipeline.drafts.parts.names import NO_OWN_VOCABULARY, FileFormat, Names
 from pipeline.drafts.parts.one_layer import FeatureDraft, Heads, OneLayerConfig
-from pipeline.drafts.parts.steps import Mask
 from pipeline.lm.states import Needs
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from torch import Tensor
 from pipeline.basics.accelerator import to_device
 from pipeline.drafts.parts.losses import Term, chunk_rows
 from pipeline.drafts.parts.objective import Objective, vocabulary_indices
-from pipeline.features.positions import Group, Positions, Seed, trained_mask
+from pipeline.features.positions import Group, Positions, Seed, draw_inputs, trained_mask
 
 if TYPE_CHECKING:
     from pipeline.drafts.parts.module import DraftModule
@@ -39,9 +39,7 @@ class BlockObjective(Objective):
 
     def positions(self, ids: np.ndarray, loss_mask: np.ndarray, seed: Seed = ()) -> dict[Group, Positions]:
         anchors = (trained_mask(loss_mask, 1) & loss_mask[1:].astype(bool)).nonzero()[0]
-        if len(anchors) > self.config.anchors:
-            random = np.random.default_rng((STREAM, *seed))
-            anchors = np.sort(random.choice(anchors, self.config.anchors, replace=False))
+        anchors = draw_inputs(anchors, self.config.anchors, (STREAM, *seed))
         positions: dict[Group, Positions] = {}
         unbroken = np.ones(len(anchors), dtype=bool)
         for place in self.groups:

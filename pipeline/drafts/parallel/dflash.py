@@ -28,7 +28,7 @@ from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import DraftOutput, DraftRequest, RoundInput
 from pipeline.drafts.parallel.anchors import decay_weights
 from pipeline.drafts.parallel.mask import MASK_TOKEN_ID, MaskTokenDraft, mask_token_fact
-from pipeline.drafts.parallel.ranges import RANGES, RangeMask, is_cpu, range_mask, text_begins
+from pipeline.drafts.parts.attention.ranges import RANGES, RangeMask, is_cpu, range_mask, text_begins
 from pipeline.drafts.parts.base import DenseConfig, FusedConfig, MaskConfig, VocabularyConfig, WindowConfig
 from pipeline.drafts.parts.layers import AttentionBlock, layer_config, norm, rotary, swiglu
 from pipeline.drafts.parts.losses import LossKind, Term, term_names

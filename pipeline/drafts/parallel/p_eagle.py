@@ -24,7 +24,7 @@ from pipeline.drafts.eagle3 import AUTHORS_FORMAT, DECAY, NUMBERED_FORMAT, Eagle
 from pipeline.drafts.eagle3 import NAMES as EAGLE3_NAMES
 from pipeline.drafts.eagle3 import engine_config as eagle3_config
 from pipeline.drafts.parallel.mask import MASK_TOKEN_ID, MaskTokenDraft, mask_token_fact
-from pipeline.drafts.parallel.ranges import RANGES, RangeMask, range_mask, text_begins
+from pipeline.drafts.parts.attention.ranges import RANGES, RangeMask, range_mask, text_begins
 from pipeline.drafts.parts.base import DenseConfig, MaskConfig
 from pipeline.drafts.parts.layers import AttentionBlock, norm
 from pipeline.drafts.parts.losses import Term, term_names

@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from pipeline.drafts.native.families import layer_shapes
-from pipeline.drafts.parts.steps import STEPS, Mask
+from pipeline.drafts.parts.attention.steps import STEPS, Mask
 from pipeline.lm.attention import FULL, declared_positions
 from pipeline.lm.states import count_known_tokens
 

@@ -92,7 +92,7 @@ class DraftModule(nn.Module):
 
     @property
     def training_forwards(self) -> int:
-        """The number of forward passes of the draft for one training batch."""
+        """The number of the draft's forward passes over all inputs of one training batch."""
         return 1
 
     @property

@@ -4,7 +4,8 @@
     terms(step)                  the loss terms, the next token's first; each uses the positions of one group
     loss(draft, batch)           the weighted loss of the draft's predictions at these positions
 
-A draft that samples its positions overrides `positions` (DFlash: parallel/anchors.py; P-EAGLE: parallel/p_eagle.py).
+A draft that samples its positions overrides `positions` (DFlash: parallel/anchors.py; P-EAGLE: parallel/p_eagle.py;
+EAGLE-3's later steps: eagle3.py).
 No other code depends on how they are chosen.
 """
 

@@ -17,16 +17,19 @@ from pipeline.basics.accelerator import to_device
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
 from pipeline.decoding.fixed import FixedRounds
+from pipeline.drafts.parts.attention.chains import ANCHORS, lay_out_chains, step_group
+from pipeline.drafts.parts.attention.steps import Mask, StepCache, StepMask, ttt_mask
 from pipeline.drafts.parts.base import VocabularyConfig, WindowConfig
 from pipeline.drafts.parts.layers import AttentionBlock, layer_config, rotary, swiglu
 from pipeline.drafts.parts.losses import Term, term_names
 from pipeline.drafts.parts.module import TrainedDraft
-from pipeline.drafts.parts.steps import Mask, StepCache, StepMask, ttt_mask
 from pipeline.lm.attention import additive_mask, causal_mask
 from pipeline.lm.cache import TreeCache
 
 if TYPE_CHECKING:
     from pipeline.features.batch import Batch
+
+Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,14 @@ class OneLayerConfig(WindowConfig, VocabularyConfig):
         From the second on, features are the draft's own. A draft with several passes overrides this with a recipe key.
         """
         return 1
+
+    @property
+    def anchors(self) -> int | None:
+        """The number of drawn inputs of a dialogue after which later passes run; None: they run over all inputs.
+
+        A draft that supports them overrides this with a recipe key.
+        """
+        return None
 
     @property
     def levels(self) -> int:
@@ -142,7 +153,7 @@ class FeatureDraft(TrainedDraft):
 
     @property
     def training_forwards(self) -> int:
-        return self.config.ttt_steps
+        return 1 if self.config.anchors else self.config.ttt_steps
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -151,11 +162,13 @@ class FeatureDraft(TrainedDraft):
 
         In step s, the feature before position i is the one that step s - 1 predicted for it. The attention then sees
         the same as a tree node at depth s: the target's features up to i - s + 1, then one of the draft's own features
-        for each step.
+        for each step. If the batch has anchors, a later step's features are only at the inputs that are trained.
         """
         true_BTD = self.features(batch.select(self.needs))
         first, keys_values = self._ttt_step(1, batch, true_BTD, ())
         heads, features = first, [*first.ahead, *self.later_features(first, batch)]
+        if ANCHORS in batch.positions:
+            return [*features, *self._chain_features(batch, first.ahead[0], keys_values)], first.routed
         for number in range(2, self.config.ttt_steps + 1):
             before_BTD = torch.cat([true_BTD[:, :1], self.next_feature(heads.ahead[0])[:, :-1]], dim=1)
             if batch.begins_BT is not None:  # the first input of each dialogue keeps the target's feature
@@ -169,9 +182,7 @@ class FeatureDraft(TrainedDraft):
         """Return further features of the first step."""
         return []
 
-    def _ttt_step(
-        self, number: int, batch: "Batch", before_BTD: Tensor, keys_values: tuple[Tensor, ...]
-    ) -> tuple[Heads, tuple[Tensor, ...]]:
+    def _ttt_step(self, number: int, batch: "Batch", before_BTD: Tensor, keys_values: Tensors) -> tuple[Heads, Tensors]:
         """Run step `number` on the features `before_BTD`; return its heads, and keys and values of all steps so far."""
         tokens_BT, begins_BT = batch.tokens_BT, batch.begins_BT
         places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
@@ -183,16 +194,43 @@ class FeatureDraft(TrainedDraft):
                 visible = ttt_mask(number, places, begins_BT, self.config.window)
                 mask = additive_mask(visible, before_BTD.dtype)[:, None]
 
-        def run(before_BTD: Tensor, *keys_values: Tensor) -> tuple[Heads, tuple[Tensor, ...]]:
+        positions_BT = places[None] if begins_BT is None else places - begins_BT
+        return self._run_step(before_BTD, tokens_BT, positions_BT, mask, keys_values)
+
+    def _run_step(
+        self, before_BTD: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask: Mask, keys_values: Tensors
+    ) -> tuple[Heads, Tensors]:
+        """Run the layer; return its heads, and keys and values of all steps so far."""
+
+        def run(before_BTD: Tensor, *keys_values: Tensor) -> tuple[Heads, Tensors]:
             # A new cache: `run` may run twice.
             cache = self.new_cache(keys_values) if self.config.ttt_steps > 1 else None
-            positions = places[None] if begins_BT is None else places - begins_BT
-            u = self.trunk(before_BTD, tokens_BT, positions, mask, cache)
+            u = self.trunk(before_BTD, tokens_BT, positions_BT, mask, cache)
             return self.heads(u), () if cache is None else self.cached_tensors(cache)
 
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(run, before_BTD, *keys_values, use_reentrant=False)
         return run(before_BTD, *keys_values)
+
+    def _chain_features(self, batch: "Batch", feature_BTD: Tensor, keys_values: Tensors) -> list[Tensor]:
+        """Run the further steps after the batch's anchors alone; return, for each, the features (M, D) at the inputs
+        that it is trained at. `feature_BTD` and `keys_values` are those of the first step.
+        """
+        device = feature_BTD.device
+        chains = lay_out_chains(batch, device)
+        feature_KD = feature_BTD.flatten(0, 1).index_select(0, to_device(chains.anchors_K, device))
+        keys_values = tuple(x.transpose(0, 1).flatten(1, 2)[None] for x in keys_values)  # (1, G, B T, d)
+        features = []
+        for number in range(2, self.config.ttt_steps + 1):
+            tokens_K = batch.tokens_BT.flatten().index_select(0, to_device(chains.inputs_K(number), device))
+            positions_K = to_device(chains.positions_K(number), device)
+            mask = chains.mask(number, self.config.window, device)
+            before_KD = self.next_feature(feature_KD)
+            heads, keys_values = self._run_step(before_KD[None], tokens_K[None], positions_K[None], mask, keys_values)
+            feature_KD = heads.ahead[0][0]
+            rows = to_device(chains.rows(number, batch.positions[step_group(number)]), device)
+            features.append(feature_KD.index_select(0, rows))
+        return features
 
     # -- decoding -------------------------------------------------------------------------------------------------
 

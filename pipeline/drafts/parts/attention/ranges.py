@@ -1,9 +1,9 @@
 """Attention in which each query sees one range of a context's keys, and one range of the further keys.
 
 The context is the text; the further keys belong to guesses: the places of a block (dflash.py), or the inputs that
-follow one input of the text (p_eagle.py). Queries are in the order of the text, so neighbours see nearly the same keys.
-A piece is a number of successive queries with the keys that one of them sees, and it alone has a mask. The pieces
-follow from the ranges, on the host, without a mask over all queries and keys.
+follow one input of the text (p_eagle.py, chains.py). Queries are in the order of the text, so neighbours see nearly the
+same keys. A piece is a number of successive queries with the keys that one of them sees, and it alone has a mask. The
+pieces follow from the ranges, on the host, without a mask over all queries and keys.
 
 N keys of context and M further ones cost R queries about as many scores as they see, and memory for the mask of one
 piece.
@@ -115,7 +115,7 @@ class _OverPieces(torch.autograd.Function):
         out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
         lse_BHR = None
         if isinstance(kernel, FusedKernel):
-            lse_BHR = query.new_empty(query.shape[:3], dtype=_exact(query))
+            lse_BHR = query.new_empty(query.shape[:3], dtype=exact_dtype(query))
         for piece in [] if isinstance(query, FakeTensor) else mask.pieces:  # a plan counts what is saved
             out[:, :, piece.queries], lse = kernel.forward(*_inputs(mask, piece, query, key, value))
             if lse_BHR is not None:
@@ -127,7 +127,7 @@ class _OverPieces(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         query, key, value, out, lse_BHR = ctx.saved_tensors
-        totals = [torch.empty_like(query), *(torch.zeros_like(x, dtype=_exact(x)) for x in (key, value))]
+        totals = [torch.empty_like(query), *(torch.zeros_like(x, dtype=exact_dtype(x)) for x in (key, value))]
         for piece in ctx.mask.pieces:
             at = piece.queries
             results = (None if x is None else x[:, :, at] for x in (grads[0], out, lse_BHR))
@@ -147,8 +147,8 @@ def _inputs(mask: RangeMask, piece: RangePiece, query: Tensor, key: Tensor, valu
     return query[:, :, piece.queries], keys, values, additive_mask(visible, query.dtype)[None, None]
 
 
-def _exact(x: Tensor) -> torch.dtype:
-    """Return the dtype in which the gradients of pieces are added up."""
+def exact_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which scores are computed, and parts and gradients are added up."""
     return torch.promote_types(x.dtype, torch.float32)
 
 

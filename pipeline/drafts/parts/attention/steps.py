@@ -24,6 +24,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import sdpa_mask
 
 from pipeline.basics.accelerator import to_device
+from pipeline.drafts.parts.attention.chains import join_chains
+from pipeline.drafts.parts.attention.ranges import RangeMask, exact_dtype
+from pipeline.drafts.parts.attention.ranges import attend as attend_ranges
 from pipeline.lm.attention import additive_mask, causal_mask, grouped_attention
 
 STEPS = f"{__name__}.attention"  # the name of `attend` in transformers; a loaded release has its own
@@ -92,7 +95,7 @@ class StepMask:
                 yield Piece(rows, slice(*queries), slice(*keys), mask)
 
 
-Mask = Tensor | StepMask | None  # of an attention; None: causal, or a single query
+Mask = Tensor | StepMask | RangeMask | None  # of an attention; None: causal, or a single query
 
 
 @dataclass(frozen=True)
@@ -108,9 +111,11 @@ class Piece:
 def attend(
     module: Any, query: Tensor, key: Any, value: Any, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Compute attention under a `StepMask`, or under a mask that is a tensor; the form is that of transformers."""
+    """Compute attention under a `StepMask`, a `RangeMask` or a tensor's mask; the form is that of transformers."""
     mask = attention_mask
     keys, values = (key, value) if isinstance(key, list) else ([key], [value])
+    if isinstance(mask, RangeMask):
+        return attend_ranges(module, query, join_chains(keys), join_chains(values), mask, **options)
     if not isinstance(mask, StepMask):
         return grouped_attention(module, query, keys[0], values[0], mask, **options)
     shape = query.shape[1], keys[0].shape[1], query.shape[3]
@@ -156,7 +161,7 @@ class _OverSteps(torch.autograd.Function):
         keys, values = _split_halves(keys_values)
         first = kernel(mask, query)
         out, lse_BHT = first.forward(query, keys[0], values[0], scale)
-        exact = query.to(_exact(query)) if mask.number > 1 else query
+        exact = query.to(exact_dtype(query)) if mask.number > 1 else query
         scores = [_scores(mask, n, exact, keys[n - 1], scale) for n in range(2, mask.number + 1)]
         if scores:
             merged_BHT = torch.stack([lse_BHT, *scores]).logsumexp(0)
@@ -174,8 +179,8 @@ class _OverSteps(torch.autograd.Function):
         query, out, lse_BHT, *keys_values = ctx.saved_tensors
         (keys, values), mask, scale, grad_out = _split_halves(keys_values), ctx.mask, ctx.scale, grads[0]
         first = ctx.first.backward(grad_out, query, keys[0], values[0], out, lse_BHT, scale)
-        grad_query, grad_keys, grad_values = first[0].to(_exact(query)), [first[1]], [first[2]]
-        exact, exact_grad = query.to(_exact(query)), grad_out.to(_exact(query))
+        grad_query, grad_keys, grad_values = first[0].to(exact_dtype(query)), [first[1]], [first[2]]
+        exact, exact_grad = query.to(exact_dtype(query)), grad_out.to(exact_dtype(query))
         delta_BHT = (exact_grad * out).sum(-1)
         for number in range(2, mask.number + 1):
             key, value = keys[number - 1], values[number - 1]
@@ -189,11 +194,6 @@ class _OverSteps(torch.autograd.Function):
             grad_keys.append(_sum_groups(grad_score * query_part, key))
             grad_values.append(_sum_groups(weight[..., None] * grad_part, value))
         return None, None, None, grad_query.to(query.dtype), *grad_keys, *grad_values
-
-
-def _exact(query: Tensor) -> torch.dtype:
-    """Return the dtype in which scores are computed and parts are added up."""
-    return torch.promote_types(query.dtype, torch.float32)
 
 
 def _split_halves(keys_values: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -235,7 +235,7 @@ class CpuKernel:
         """Return the output (B, H, T, d) and the logarithm of the summed exponentials (B, H, T) over the first step's
         keys; 0 and minus infinity where a query sees none.
         """
-        out, lse = torch.zeros_like(query), query.new_full(query.shape[:3], -math.inf, dtype=_exact(query))
+        out, lse = torch.zeros_like(query), query.new_full(query.shape[:3], -math.inf, dtype=exact_dtype(query))
         for piece in self._mask.pieces(query.dtype, query.device):
             at, keys = (piece.rows, slice(None), piece.queries), (piece.rows, slice(None), piece.keys)
             out[at], lse[at] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -286,7 +286,7 @@ class FlashKernel:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         if not self._longest:
-            return torch.zeros_like(query), query.new_full(query.shape[:3], -math.inf, dtype=_exact(query))
+            return torch.zeros_like(query), query.new_full(query.shape[:3], -math.inf, dtype=exact_dtype(query))
         places, offsets = (self._queries_N, self._keys_N, self._keys_N), (self._offsets, self._offsets)
         inputs = (self._gather(x, place) for x, place in zip((query, key, value), places, strict=True))
         out, lse_HN, self._random = torch.ops.torch_attn._varlen_attn(
