@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
 from torch.nn.functional import linear
 
 from pipeline.basics.errors import PipelineError
@@ -97,6 +96,8 @@ def compile_or_stay_eager(function: Callable[..., Any], description: str, **opti
     """Compile a function, with options of `torch.compile`. If the compiler refuses it, it stays eager, with a warning;
     errors of the function itself are raised.
     """
+    from torch._dynamo.exc import TorchDynamoException  # which takes a second to import
+
     compiled, eager = torch.compile(function, **options), False
 
     def run(*arguments: Any) -> Any:
