@@ -97,10 +97,9 @@ $(ENGINES)/vllm/.installed: $(ENGINES)/.installed infra/serving/vllm.txt infra/v
 
 # torch first and alone: with it in place nothing else pulls another build of it. The embedded default's packages carry
 # data only, hence --no-deps.
-# Bytecode is compiled when a module is first imported: to compile all of it takes as long as everything else.
 $(STAMP): pyproject.toml infra/constraints.txt infra/embedded.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile torch==$$(sed -n 's/^torch==//p' infra/constraints.txt)
-	$(BIN)/python -m pip install --quiet --no-compile -c infra/constraints.txt -e '.[demo,test]'
-	$(BIN)/python -m pip install --quiet --no-compile --no-deps -r infra/embedded.txt
+	$(BIN)/python -m pip install --quiet torch==$$(sed -n 's/^torch==//p' infra/constraints.txt)
+	$(BIN)/python -m pip install --quiet -c infra/constraints.txt -e '.[demo,test]'
+	$(BIN)/python -m pip install --quiet --no-deps -r infra/embedded.txt
 	touch $(STAMP)
