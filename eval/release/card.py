@@ -126,7 +126,7 @@ def describe_settings(recipe: Recipe) -> str:
     words = {"top-k": config.top_k, "top-p": config.top_p if config.top_p < 1 else None}
     words["workers, each with a target of its own:"] = config.workers if config.workers > 1 else None
     settings = [f"{name} {value:g}" for name, value in words.items() if value is not None]
-    return ", ".join([*settings, *["target and rounds compiled, as far as they can be"] * config.compile])
+    return ", ".join([*settings, *["target compiled, and rounds if kind and tree allow it"] * config.compile])
 
 
 def describe_tree(facts: Facts) -> str:

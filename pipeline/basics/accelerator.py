@@ -18,6 +18,7 @@ from pipeline.basics.errors import PipelineError
 
 log = logging.getLogger(__name__)
 
+COMPILATIONS = 256  # of one function, at most: one for every width, capacity, kind of loss; the tuner tries many
 WIDTH_STEP = 128  # inputs: the widths of batches on an accelerator are multiples of it
 
 
@@ -98,6 +99,7 @@ def compile_or_stay_eager(function: Callable[..., Any], description: str, **opti
     """
     from torch._dynamo.exc import TorchDynamoException  # which takes a second to import
 
+    torch._dynamo.config.recompile_limit = COMPILATIONS
     compiled, eager = torch.compile(function, **options), False
 
     def run(*arguments: Any) -> Any:

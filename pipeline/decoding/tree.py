@@ -20,7 +20,8 @@ class Tree:
     parents: list[int]  # -1 for the root
     depths: list[int]
     ancestors_NN: Tensor  # bool: row n sees its ancestors and itself
-    # of drawn trees: the distribution that node n was drawn from, over target ids [V], also there; empty for the root
+    # Of drawn trees: the distribution [V] over target ids that node n was drawn from, on the draft's device; empty for
+    # the root.
     proposals: list[Tensor] | None = None
 
     @property

@@ -238,10 +238,10 @@ def collate_packed(
     for b, rows in enumerate(packed):
         begin = place = 0
         for row in rows:
-            span, whole = slice(begin, begin + len(row.input_ids) - 1), slice(place, place + len(row.input_ids))
-            final[b, whole] = row.hidden_TD
+            span, states_span = slice(begin, begin + len(row.input_ids) - 1), slice(place, place + len(row.input_ids))
+            final[b, states_span] = row.hidden_TD
             if row.scales_TS is not None:
-                scales["final_BLD"][b, whole] = row.scales_TS[:, 0]
+                scales["final_BLD"][b, states_span] = row.scales_TS[:, 0]
                 if auxiliary:
                     scales["auxiliary_BTSD"][b, span] = row.scales_TS[:-1, [1 + place for place in auxiliary]]
             if states is not None:
@@ -254,7 +254,7 @@ def collate_packed(
                 chosen.setdefault(group, []).append((group_positions.inputs + at, group_positions.labels + (at - 1)))
             begins[b, span] = begin
             if span.stop > begin:  # one token alone is no input
-                begin, place = span.stop, whole.stop
+                begin, place = span.stop, states_span.stop
         begins[b, begin:] = begin
     documents = [[row.doc_id for row in rows] for rows in packed]
     flat = {group: Positions(*map(torch.cat, zip(*parts, strict=True))) for group, parts in chosen.items()}

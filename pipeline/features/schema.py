@@ -185,7 +185,7 @@ class Float8States:
 
     @property
     def is_finite(self) -> torch.Tensor:
-        """Whether all is finite, on the states' device."""
+        """True if all states are finite: a bool on their device."""
         return torch.stack([scale.isfinite().all() for _, scale in self.parts]).all()
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.basics.accelerator import COMPILATIONS
 from pipeline.basics.errors import PipelineError
 from pipeline.lm.ability import (
     Shape,
@@ -190,7 +191,7 @@ class Verifier:
             raise PipelineError(
                 f"eval.compile=true requires a target that verifies trees; this has {self.tree_obstacle}"
             )
-        torch._dynamo.config.recompile_limit = 256  # a compilation for every width and capacity; the tuner tries many
+        torch._dynamo.config.recompile_limit = COMPILATIONS
         graphs: Any = {"mode": "reduce-overhead"} if backend == "inductor" and self.device.type == "cuda" else {}
         compiled = torch.compile(self.decoder, backend=backend or "eager", dynamic=False, fullgraph=True, **graphs)
         self._compiled, self.compiled = compiled if backend else self.decoder, True

@@ -211,7 +211,6 @@ def classify(
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function over vocabulary-wide rows, of any number, which fuses its passes over memory."""
-    torch._dynamo.config.recompile_limit = 256  # a compilation for every kind, with and without a gradient
     run = compile_or_stay_eager(function, f"the losses ({function.__name__})")
 
     def call(*arguments: Any) -> Any:

@@ -90,6 +90,7 @@ def text_begins(batch: "Batch") -> np.ndarray:
 
 
 def is_cpu(device: torch.device) -> bool:
+    """Return whether attention has a processor's kernel and pieces there."""
     return device.type == "cpu"
 
 
