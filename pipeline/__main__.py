@@ -58,7 +58,8 @@ def _chat(arguments: argparse.Namespace) -> None:
 
 def _export(arguments: argparse.Namespace) -> None:
     require_release(arguments.release)
-    print("\n".join(export(arguments.release, arguments.to, arguments.out, arguments.target, arguments.llama_cpp)))
+    options = arguments.target, arguments.llama_cpp, arguments.prompt_lookup
+    print("\n".join(export(arguments.release, arguments.to, arguments.out, *options)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     export_.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet")
     export_.add_argument("--target", help="for speculators, whose config names it: OWNER/NAME; for gguf: its folder")
     export_.add_argument("--llama-cpp", type=Path, metavar="CHECKOUT", help="for gguf, which its converter writes")
+    export_.add_argument("--prompt-lookup", action="store_true", help="in vLLM also copy from the text so far")
     return parser
 
 

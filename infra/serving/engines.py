@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import httpx2
 from eval.served import parse_counters
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Generation
+from pipeline.drafts import DraftConfig
 from pipeline.serving.export import convert, format_speculative_config
 
 PATIENCE = 300.0  # seconds for a server to start, and for an answer
@@ -31,15 +33,16 @@ class EngineAnswer:
     accepted: int
     passes: int
     seconds: float
+    by_place: tuple[int, ...] = ()  # accepted draft tokens, from the first place of a chain on; empty: not counted
 
     @property
-    def counts(self) -> tuple[int, int, int]:
-        return self.passes, self.drafted, self.accepted
+    def counts(self) -> tuple[int, ...]:
+        return self.passes, self.drafted, self.accepted, *self.by_place
 
 
 @dataclass(frozen=True)
 class ExportedDraft:
-    """A draft exported for vLLM, vLLM's name for its kind, and its number of draft tokens a pass."""
+    """A draft exported for vLLM, vLLM's name for its kind, and its number of draft tokens a pass, at most."""
 
     folder: Path | None  # None: the target's own files hold it
     method: dict[str, Any]
@@ -51,6 +54,7 @@ class ServingEngine:
 
     name: str
     draft_kinds: tuple[str, ...]  # kinds of drafts
+    copies = False  # whether it looks the prompt up, too
 
     def __init__(self, folder: Path, work: Path):
         self.folder, self.work = folder, work
@@ -58,6 +62,10 @@ class ServingEngine:
     @property
     def version(self) -> str:
         raise NotImplementedError
+
+    def takes(self, draft: DraftConfig, copies: bool) -> bool:
+        """Return whether it drafts with this kind, and, if so asked, with prompt lookup next to it."""
+        return draft.kind in self.draft_kinds and (self.copies or not copies)
 
     def command(self, target: str, draft: ExportedDraft | None, port: int) -> tuple[list[str], dict[str, str]]:
         """Return the command, and the environment variables that it requires."""
@@ -67,8 +75,10 @@ class ServingEngine:
         """Request the greedy answer to a prompt of token ids."""
         raise NotImplementedError
 
-    def counts(self, answer: Generation, chain: int, tokens: int) -> tuple[int, int, int]:
-        """Return (passes, drafted, accepted) of our answer of at most `tokens`, counted as this engine counts."""
+    def counts(self, answer: Generation, drafted: list[int], tokens: int) -> tuple[int, ...]:
+        """Return (passes, drafted, accepted) of our answer of at most `tokens`, counted as this engine counts, and the
+        accepted ones by place, if it counts them. `drafted`: the draft tokens of each pass.
+        """
         raise NotImplementedError
 
     @contextmanager
@@ -168,21 +178,24 @@ class LlamaCpp(ServingEngine):
         seconds = timings["predicted_ms"] / 1000
         return EngineAnswer(answer, drafted, accepted, len(answer) - 1 - accepted, seconds)
 
-    def counts(self, answer: Generation, chain: int, tokens: int) -> tuple[int, int, int]:
+    def counts(self, answer: Generation, drafted: list[int], tokens: int) -> tuple[int, ...]:
         """Return the counts of llama.cpp, which drafts no more tokens than it may still emit."""
         starts = [start for start in range(1, len(answer.depths)) if answer.depths[start - 1] == 0]  # of its rounds
-        drafted = sum(min(chain, tokens - start - 1) for start in starts)
-        return len(starts), drafted, len(answer.tokens) - 1 - len(starts)
+        count = sum(min(chain, tokens - start - 1) for start, chain in zip(starts, drafted, strict=True))
+        return len(starts), count, len(answer.tokens) - 1 - len(starts)
 
 
 class Vllm(ServingEngine):
-    name, draft_kinds = "vLLM", ("dflash", "eagle", "eagle3", "jakiro", "medusa", "mtp", "p-eagle", "small-llama")
+    name, copies = "vLLM", True
+    draft_kinds = ("dflash", "eagle", "eagle3", "gumiho", "hydra", "jakiro", "medusa", "mtp", "p-eagle", "small-llama")
     environment = MappingProxyType(
         {
             **{"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"},
             **{"OMP_NUM_THREADS": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"},
         }
     )
+
+    options = ("--max-num-seqs", "1", "--no-enable-prefix-caching")
 
     @property
     def python(self) -> str:
@@ -195,25 +208,47 @@ class Vllm(ServingEngine):
 
     def command(self, target: str, draft: ExportedDraft | None, port: int) -> tuple[list[str], dict[str, str]]:
         command = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", target]
-        command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "1"]
-        command += ["--no-enable-prefix-caching", "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", *self.options]
+        command += ["--host", "127.0.0.1", "--port", str(port)]
         if draft is not None:
             command += ["--speculative-config", format_speculative_config(draft.method, draft.folder, draft.chain)]
-        return command, dict(self.environment)
+        metrics = self.work / f"metrics-{port}"  # of all processes, so that the plug-in's are served, too
+        metrics.mkdir()
+        return command, {**self.environment, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
 
     def ask(self, address: str, target: str, ids: list[int], tokens: int) -> EngineAnswer:
-        before = parse_counters(httpx2.get(f"{address}/metrics", timeout=PATIENCE).text)
+        before = parse_counters(self.metrics(address))
         begin = time.perf_counter()
         body = {"model": target, "prompt": ids, "max_tokens": tokens, "temperature": 0, "return_token_ids": True}
         answer = _post(f"{address}/v1/completions", body)["choices"][0]["token_ids"]
         seconds = time.perf_counter() - begin  # the prompt's pass included
-        after = parse_counters(httpx2.get(f"{address}/metrics", timeout=PATIENCE).text)
+        after = parse_counters(self.metrics(address))
         if before is None or after is None:  # plain decoding
             return EngineAnswer(answer, 0, 0, len(answer) - 1, seconds)
         counted = after.count_since(before)
-        return EngineAnswer(answer, counted.drafted, counted.accepted, counted.passes, seconds)
+        places = tuple(counted.by_depth[place] for place in range(1, max(_nonzero(counted.by_depth), default=0) + 1))
+        return EngineAnswer(answer, counted.drafted, counted.accepted, counted.passes, seconds, places)
 
-    def counts(self, answer: Generation, chain: int, tokens: int) -> tuple[int, int, int]:
+    @staticmethod
+    def metrics(address: str) -> str:
+        return httpx2.get(f"{address}/metrics", timeout=PATIENCE).text
+
+    def counts(self, answer: Generation, drafted: list[int], tokens: int) -> tuple[int, ...]:
         """Return the counts of vLLM, which always drafts the full chain, and counts all that it accepts."""
         acceptance = answer.acceptance
-        return acceptance.passes, chain * acceptance.passes, answer.untrimmed_tokens - acceptance.passes
+        places = Counter({place: count for place, count in enumerate(acceptance.accepted) if place})
+        if cut := answer.untrimmed_tokens - acceptance.tokens:  # after the answer's end; the last one was not drafted
+            places.update(range(answer.depths[-1] + 1, answer.depths[-1] + cut))
+        by_place = [places[place] for place in range(1, max(_nonzero(places), default=0) + 1)]
+        return acceptance.passes, sum(drafted), answer.untrimmed_tokens - acceptance.passes, *by_place
+
+
+def _nonzero(counts: dict[int, int]) -> list[int]:
+    return [place for place, count in counts.items() if count]
+
+
+class BatchedVllm(Vllm):
+    """vLLM with several requests at once, prefix caching, prefills in parts, and a cache that is too small for all."""
+
+    options = ("--max-num-seqs", "4", "--enable-prefix-caching", "--max-num-batched-tokens", "512")
+    options += ("--num-gpu-blocks-override", "18")  # of 128 tokens each

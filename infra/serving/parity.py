@@ -13,7 +13,7 @@ import argparse
 import os
 import shutil
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,12 @@ from pipeline.basics.embedded import human_eval_prompts
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, write_json
 from pipeline.decoding.config import LoadedMethod, Method, TreeConfig, chain
-from pipeline.decoding.contract import Draft
 from pipeline.decoding.generate import Generation, Sampling, decode_plain, decode_speculative
 from pipeline.decoding.replay import count_acceptance
 from pipeline.drafts import DraftConfig, make
+from pipeline.drafts.native.mtp import MtpConfig
 from pipeline.drafts.parts.layers import draft_shapes
+from pipeline.drafts.prompt_lookup import PromptLookupConfig
 from pipeline.drafts.small_model import SmallLlamaConfig, SmallModel, SmallModelConfig
 from pipeline.features.engines import open_source
 from pipeline.features.source import GenerationPrompt
@@ -42,52 +43,81 @@ from pipeline.lm.states import States
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry, markdown
-from pipeline.serving.export import export, vllm_method
+from pipeline.serving.export import LOOKUP, chain_length, export, has_lookup, vllm_method
 
 SERVE = ROOT / "infra/recipes/serve.toml"
 CHAIN, TOKENS, PROMPTS = 3, 40, 20
+LOOKUP_CHAIN, WITH_LOOKUP = 8, f" + {LOOKUP}"  # tokens of a chain with copied ones, at most
 ESTIMATE = "the estimate along its answers"
 COLUMNS = ["engine", "draft", "same tokens: plain, chain", "same counts", "tau: ours, served"]
 COLUMNS += ["tokens/s: ours plain, served plain, served chain"]
 
 
-def chain_tree(config: DraftConfig) -> TreeConfig:
-    """Return a chain as engines run it: one forward a draft token, even if our draft gives two levels by one."""
-    return chain(CHAIN, parallel=min(config.parallel_choices(CHAIN)))
+def draft_of(method: str) -> str:
+    return method.removesuffix(WITH_LOOKUP)
+
+
+def method_of(name: str, config: DraftConfig) -> Method:
+    """Return a method of this name: the draft's chain, its last tokens from one forward where the draft does so; or the
+    better one of it and of copied tokens.
+    """
+    if name.endswith(WITH_LOOKUP):
+        tree = TreeConfig(depth=CHAIN, siblings="none", nodes=1 + LOOKUP_CHAIN)
+        return Method(secondary=[LOOKUP]).resolve(config, draft_of(name), tree)
+    return Method().resolve(config, name, chain(CHAIN))
+
+
+@dataclass
+class LocalAnswer:
+    """An answer of our own decoding."""
+
+    generation: Generation
+    drafted: list[int]  # draft tokens of each pass
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.generation.tokens
+
+    @property
+    def seconds(self) -> float:
+        return self.generation.seconds
 
 
 class LocalDecoding:
-    """Answers of our own decoding, plain and with each draft's chain."""
+    """Answers of our own decoding, plain and with each method's chain."""
 
     def __init__(self, recipe: Recipe, prompts: list[list[int]]):
         self.target, self.fingerprint = Target(recipe.target, "float32"), fingerprint(recipe.target)
         self.sampling, self.prompts = Sampling(TOKENS, frozenset(self.target.stop_ids())), prompts
-        self.plain_answers = [decode_plain(self.target, ids, self.sampling) for ids in self.prompts]
+        self.plain_answers = [LocalAnswer(decode_plain(self.target, ids, self.sampling), []) for ids in self.prompts]
         self._config = recipe.target
 
     def method(self, release: Path, exported: Path) -> LoadedMethod:
-        draft: Draft
-        config, placement = checkpoint.read_config(release).config, (self.target.device, self.target.dtype)
-        if isinstance(config, SmallLlamaConfig):  # it reads the full text, like any language model
+        saved, placement = checkpoint.read_config(release), (self.target.device, self.target.dtype)
+        if isinstance(saved.config, SmallLlamaConfig):  # it reads the full text, like any language model
             self.target.tokenizer.save_pretrained(exported)
-            small = SmallModelConfig(model=str(exported))
-            draft = make(small, draft_shapes(self.target.config))
-            assert isinstance(draft, SmallModel)
-            reader_config = self._config.model_copy(update={"model": small.model, "revision": None})
-            draft.attach_model(*load_reader(reader_config, *placement), self.target.tokenizer)
-        else:
-            draft = checkpoint.load(release, self.fingerprint).to(*placement)
-            draft.bind(self.target.embed_head(self.fingerprint))
-        return LoadedMethod(draft, chain_tree(draft.config))
+            small = make(SmallModelConfig(model=str(exported)), draft_shapes(self.target.config))
+            assert isinstance(small, SmallModel)
+            reader_config = self._config.model_copy(update={"model": str(exported), "revision": None})
+            small.attach_model(*load_reader(reader_config, *placement), self.target.tokenizer)
+            return LoadedMethod(small, small.config.resolve(chain(CHAIN)))
+        draft = checkpoint.load(release, self.fingerprint).to(*placement)
+        draft.bind(self.target.embed_head(self.fingerprint))
+        return saved.load_method(draft)
 
-    def decode_chains(self, method: LoadedMethod) -> list[Generation]:
+    def decode_chains(self, method: LoadedMethod) -> list[LocalAnswer]:
         """Decode all prompts with the draft's chain. Raise PipelineError if an answer differs from plain decoding's."""
-        answers = [decode_speculative(self.target, method, ids, self.sampling) for ids in self.prompts]
+        answers = []
+        for ids in self.prompts:
+            answer = LocalAnswer(Generation([]), [])
+            count = lambda _, tree, __, drafted=answer.drafted: drafted.append(len(tree.tokens) - 1)  # noqa: E731
+            answer.generation = decode_speculative(self.target, method, ids, self.sampling, count)
+            answers.append(answer)
         if [answer.tokens for answer in answers] != [answer.tokens for answer in self.plain_answers]:
             raise PipelineError(f"our chain of {method.draft.name} gives other answers than plain decoding")
         return answers
 
-    def estimate(self, method: LoadedMethod, python: str) -> tuple[list[EngineAnswer], list[Generation]]:
+    def estimate(self, method: LoadedMethod, python: str) -> tuple[list[EngineAnswer], list[LocalAnswer]]:
         """Return vLLM's answers and, from the states of the same pass, the acceptance estimated in training."""
         layers, options = method.draft.needs.auxiliary, {"enforce_eager": True, "max_model_len": 2048}
         settings = {"engine": "vllm", "engine_python": python, "engine_options": options, "dtype": "float32"}
@@ -99,7 +129,8 @@ class LocalDecoding:
             assert isinstance(answer.states_TSD, Tensor)
             states = States(answer.states_TSD[:, 0], answer.states_TSD[:, 1:], layers)
             counts = count_acceptance(method, states, [*ids, *answer.tokens], len(ids))
-            estimates.append(Generation(answer.tokens, acceptance=counts, untrimmed_tokens=counts.tokens))
+            generation = Generation(answer.tokens, acceptance=counts, untrimmed_tokens=counts.tokens)
+            estimates.append(LocalAnswer(generation, [CHAIN] * counts.passes))
         vllm.close()
         return answers, estimates
 
@@ -110,25 +141,26 @@ def _load_questions(recipe: Recipe) -> list[list[int]]:
 
 
 def make_release(recipe: Recipe, name: str, folder: Path) -> Path:
-    """Export the trained draft in the form of a release, without figures."""
+    """Export the method's trained draft in the form of a release, without figures."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    trained = recipe.paths.draft(name)
-    checkpoint.export(
-        trained, folder, Method(draft=name, tree=chain_tree(recipe.draft[name])), {}, trained / RECIPE_FILE
-    )
+    draft = draft_of(name)
+    trained = recipe.paths.draft(draft)
+    method = method_of(name, recipe.draft[draft])
+    sources: dict[str, DraftConfig] = {LOOKUP: PromptLookupConfig()} if method.secondary else {}
+    checkpoint.export(trained, folder, method, sources, trained / RECIPE_FILE)
     return folder
 
 
 def make_row(
     engine: ServingEngine,
     name: str,
-    local: tuple[list[Generation], list[Generation]],
+    local: tuple[list[LocalAnswer], list[LocalAnswer]],
     served: tuple[list[EngineAnswer], list[EngineAnswer]],
 ) -> dict:
     """Compare our answers with an engine's, plain and with the draft's chain, and return the figures."""
     (local_plain, local_chains), (served_plain, served_chains) = local, served
-    counts = [engine.counts(answer, CHAIN, TOKENS) for answer in local_chains]
+    counts = [engine.counts(answer.generation, answer.drafted, TOKENS) for answer in local_chains]
     return {
         "engine": f"{engine.name} ({engine.version})",
         "draft": name,
@@ -136,7 +168,9 @@ def make_row(
         "prompts": len(local_chains),
         "same_plain": sum(a.tokens == b.tokens for a, b in zip(local_plain, served_plain, strict=True)),
         "same_chain": sum(a.tokens == b.tokens for a, b in zip(local_chains, served_chains, strict=True)),
-        "same_counts": sum(count == answer.counts for count, answer in zip(counts, served_chains, strict=True)),
+        "same_counts": sum(
+            count[: len(answer.counts)] == answer.counts for count, answer in zip(counts, served_chains, strict=True)
+        ),
         "tau_ours": round(_tau(counts), 4),
         "tau_served": round(_tau([answer.counts for answer in served_chains]), 4),
         "per_second_ours_plain": round(_speed(local_plain), 1),
@@ -145,11 +179,15 @@ def make_row(
     }
 
 
-def _tau(counts: list[tuple[int, int, int]]) -> float:
-    return 1 + sum(accepted for *_, accepted in counts) / sum(passes for passes, *_ in counts)
+def _trim(answer: EngineAnswer) -> EngineAnswer:
+    return replace(answer, accepted=len(answer.tokens) - 1 - answer.passes, by_place=())
 
 
-def _speed(answers: list[EngineAnswer] | list[Generation]) -> float:
+def _tau(counts: list[tuple[int, ...]]) -> float:
+    return 1 + sum(accepted for _, _, accepted, *_ in counts) / sum(passes for passes, *_ in counts)
+
+
+def _speed(answers: list[EngineAnswer] | list[LocalAnswer]) -> float:
     return sum(len(answer.tokens) - 1 for answer in answers) / sum(answer.seconds for answer in answers)
 
 
@@ -165,21 +203,26 @@ def table(rows: list[dict]) -> str:
 
 def compare(
     recipe: Recipe,
-    drafts: list[str],
+    methods: list[str],
     prompts: list[list[int]],
     engines: list[ServingEngine],
     work: Path,
     suffix: str = "",
 ) -> list[dict]:
-    """Compare every draft in every engine that supports it; `suffix` names the target in the row."""
+    """Compare every method in every engine that supports its draft; `suffix` names the target in the row."""
     model, rows = locate_target(recipe.target).name, []
-    local, methods, exported, local_chains = LocalDecoding(recipe, prompts), {}, {}, {}
-    for name in drafts:
-        release, folder = make_release(recipe, name, work / f"{name}{suffix}"), work / f"{name}{suffix}-vllm"
+    local, loaded, exported, served_model, local_chains = LocalDecoding(recipe, prompts), {}, {}, {}, {}
+    for name in methods:
+        folder = work / f"{name}{suffix}-vllm".replace(" ", "")
+        release = make_release(recipe, name, folder.with_suffix(".release"))
         shutil.rmtree(folder, ignore_errors=True)
         export(release, "vllm", folder, model)
-        methods[name], exported[name] = local.method(release, folder), folder
-        local_chains[name] = local.decode_chains(methods[name])
+        saved, is_head = checkpoint.read_config(release), isinstance(recipe.draft[draft_of(name)], MtpConfig)
+        method = vllm_method(saved.config, has_lookup(saved, "vllm"))
+        exported[name] = ExportedDraft(None if is_head else folder, method, chain_length(saved, "vllm"))
+        served_model[name] = str(folder) if is_head else model  # the exported folder is the target's
+        loaded[name] = local.method(release, folder)
+        local_chains[name] = local.decode_chains(loaded[name])
 
     def add(engine: ServingEngine, name: str, *figures: Any) -> None:
         rows.append(make_row(engine, name, *figures))
@@ -188,17 +231,14 @@ def compare(
     for engine in engines:
         with engine.serve(model) as address:
             served_plain = [engine.ask(address, model, ids, TOKENS) for ids in local.prompts]
-        for name in (name for name in drafts if recipe.draft[name].kind in engine.draft_kinds):
-            method, folder, served_model = vllm_method(recipe.draft[name]), exported[name], model
-            if recipe.draft[name].kind == "mtp":  # the exported folder is the target's
-                folder, served_model = None, str(folder)
-            with engine.serve(served_model, ExportedDraft(folder, method, CHAIN)) as address:
-                served_chains = [engine.ask(address, served_model, ids, TOKENS) for ids in local.prompts]
+        for name in (name for name in methods if engine.takes(recipe.draft[draft_of(name)], name != draft_of(name))):
+            with engine.serve(served_model[name], exported[name]) as address:
+                served_chains = [engine.ask(address, served_model[name], ids, TOKENS) for ids in local.prompts]
             add(engine, f"{name}{suffix}", (local.plain_answers, local_chains[name]), (served_plain, served_chains))
-            if isinstance(engine, Vllm) and recipe.draft[name].kind == "eagle3":
-                answers, estimates = local.estimate(methods[name], engine.python)
+            if isinstance(engine, Vllm) and name in recipe.draft and recipe.draft[name].kind == "eagle3":
+                answers, estimates = local.estimate(loaded[name], engine.python)
                 # Tokens that vLLM accepts after an answer's end are in no text.
-                trimmed = [replace(answer, accepted=len(answer.tokens) - 1 - answer.passes) for answer in served_chains]
+                trimmed = [_trim(answer) for answer in served_chains]
                 add(engine, f"{name}{suffix}: {ESTIMATE}", (local.plain_answers, estimates), (answers, trimmed))
     return rows
 

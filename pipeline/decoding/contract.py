@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.decoding.config import TreeConfig
+from pipeline.decoding.pools import CandidatePool
 from pipeline.decoding.tree import Tree
 from pipeline.lm.ability import Shape
 from pipeline.lm.states import Needs, States
@@ -86,21 +87,6 @@ class Draws:
 
     processing: Processing
     randomness: Randomness
-
-
-@dataclass
-class CandidatePool:
-    """The candidates of one source below the root, parents before children."""
-
-    tokens: list[int]  # target ids
-    parents: list[int]  # 0: the root; n: the pool's n-th candidate, from 1
-    scores: list[float]  # the source's ranking: of two at one depth the higher one is likelier
-
-    def depths(self) -> list[int]:
-        depths = [0]
-        for parent in self.parents:
-            depths.append(depths[parent] + 1)
-        return depths[1:]
 
 
 class Timer(Protocol):

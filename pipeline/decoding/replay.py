@@ -21,7 +21,8 @@ from pipeline.decoding.accept import Acceptance, accept_best
 from pipeline.decoding.config import LoadedMethod, TreeConfig
 from pipeline.decoding.contract import CandidatePool, Draft, RoundInput, States
 from pipeline.decoding.grow import Grower, Level, best_pools, dynamic_levels, not_finite_error
-from pipeline.decoding.sources import CHAIN, POOL, Merged, Sources
+from pipeline.decoding.pools import CHAIN, Merged
+from pipeline.decoding.sources import POOL, Sources
 
 ABSENT = 1 << 30
 FORWARDED = 256  # nodes of one level that are forwarded together, over places

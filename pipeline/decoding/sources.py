@@ -9,12 +9,10 @@ section 1).
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pipeline.decoding.config import TreeConfig
 from pipeline.decoding.contract import (
-    CandidatePool,
     DraftOutput,
     DraftRequest,
     Draws,
@@ -25,96 +23,12 @@ from pipeline.decoding.contract import (
     TreeSupport,
     call_untimed,
 )
+from pipeline.decoding.pools import BRANCHES, CHAIN, COPIES, CandidatePool, Merged, merge
 from pipeline.decoding.tree import Tree, build_tree
 from pipeline.lm.states import Needs
 
 POOL = 127  # candidates of the draft that are considered: its best ones
-CHAIN = 10  # maximum number of tokens copied at once
-BRANCHES = 3  # maximum number of copied children of one node
-
-COPIED = TreeConfig(depth=CHAIN, top_k=BRANCHES, nodes=1 + BRANCHES * CHAIN, parallel=1)
-
-
-@dataclass
-class Merged:
-    """The nodes of all pools, parents before children, with the probability that the target's text goes through
-    each.
-    """
-
-    tokens: list[int]
-    parents: list[int]  # 0: the root; n: the n-th node, from 1
-    probabilities: list[float]
-    order: list[int]  # the nodes from 1 on, likeliest first: every prefix of it is connected
-
-    def tree(self, root: int, nodes: int, device: torch.device, chain: bool = False) -> Tree:
-        """Build the tree, or the chain, of the likeliest ones; `nodes` counts the root."""
-        likeliest = self.best_chain(nodes - 1) if chain else self.order[: nodes - 1]
-        places = {number: place for place, number in enumerate(likeliest, start=1)} | {0: 0}
-        tokens, parents = [self.tokens[n - 1] for n in likeliest], [places[self.parents[n - 1]] for n in likeliest]
-        return build_tree(root, tokens, parents, device)
-
-    def best_chain(self, length: int) -> list[int]:
-        """Return the path below the root, of at most `length` nodes, that is expected to have the most accepted tokens:
-        the sum of its nodes' probabilities.
-        """
-        depths, expected = [0], [0.0]
-        for parent, probability in zip(self.parents, self.probabilities, strict=True):
-            depths.append(depths[parent] + 1)
-            expected.append(expected[parent] + probability)
-        end = max((node for node, depth in enumerate(depths) if depth <= length), key=expected.__getitem__)
-        path: list[int] = []
-        while end:
-            path.insert(0, end)
-            end = self.parents[end - 1]
-        return path
-
-    def chain_tokens(self, length: int) -> list[int]:
-        return [self.tokens[node - 1] for node in self.best_chain(length)]
-
-    def ranks(self, following: list[int]) -> list[int]:
-        """Return the places in `order` of the nodes that a text goes through, from the root on, as far as they
-        exist.
-        """
-        above = zip(self.parents, self.tokens, strict=True)
-        children = {edge: node for node, edge in enumerate(above, start=1)}
-        place_of = {number: place for place, number in enumerate(self.order)}
-        ranks, node = [], 0
-        for token in following:
-            node = children.get((node, token), -1)
-            if node < 0:
-                break
-            ranks.append(place_of[node])
-        return ranks
-
-
-def merge(pools: list[tuple[CandidatePool, list[float]]]) -> Merged:
-    """Merge pools, given with their candidates' probabilities, by path.
-
-    A node that several sources propose has probability 1 - (1 - a)(1 - b), as if they erred independently. No node is
-    likelier than its parent.
-    """
-    tokens: list[int] = []
-    parents: list[int] = []
-    probabilities: list[float] = []
-    node_by_edge: dict[tuple[int, int], int] = {}
-    for pool, pool_probabilities in pools:
-        node_of = [0]
-        for token, parent, probability in zip(pool.tokens, pool.parents, pool_probabilities, strict=True):
-            key = (node_of[parent], token)
-            node = node_by_edge.get(key)
-            if node is None:
-                tokens.append(token)
-                parents.append(key[0])
-                probabilities.append(probability)
-                node = node_by_edge[key] = len(tokens)
-            else:
-                probabilities[node - 1] = 1 - (1 - probabilities[node - 1]) * (1 - probability)
-            node_of.append(node)
-    for place, parent in enumerate(parents):
-        if parent:
-            probabilities[place] = min(probabilities[place], probabilities[parent - 1])
-    order = sorted(range(1, len(tokens) + 1), key=lambda node: -probabilities[node - 1])
-    return Merged(tokens, parents, probabilities, order)
+COPIED = TreeConfig(depth=CHAIN, top_k=BRANCHES, nodes=1 + COPIES, parallel=1)
 
 
 @dataclass
@@ -191,13 +105,13 @@ class Sources:
     ) -> Tree:
         drafted = self.draft.pool(state.draft, inputs, tree, POOL, timer)
         merged = self.merge_pools(drafted, self.propose_copies(state, inputs))
-        return merged.tree(inputs.tokens[-1], tree.nodes, inputs.states_TSD.device, tree.siblings == "none")
+        tokens, parents = merged.likeliest(tree.nodes, tree.siblings == "none")
+        return build_tree(inputs.tokens[-1], tokens, parents, inputs.states_TSD.device)
 
     def propose_copies(self, state: _State, inputs: RoundInput) -> dict[str, CandidatePool]:
         """Return the proposals of the secondary sources."""
-        count = COPIED.nodes - 1
         return {
-            name: source.pool(state.secondary[name], inputs, COPIED, count) for name, source in self.secondary.items()
+            name: source.pool(state.secondary[name], inputs, COPIED, COPIES) for name, source in self.secondary.items()
         }
 
     def merge_pools(self, drafted: CandidatePool, copied: dict[str, CandidatePool]) -> Merged:

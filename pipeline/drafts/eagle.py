@@ -80,7 +80,9 @@ def engine_config(draft: EagleFrame, weights: dict[str, Tensor], export: Export)
 
 NAMES = Names(
     forms={
-        "vllm": FileFormat(architecture="LlamaForCausalLM", unsupported=NO_BIAS),
+        "vllm": FileFormat(
+            architecture="LlamaForCausalLM", unsupported=NO_BIAS, with_lookup="EaglePromptLookupForCausalLM"
+        ),
         "sglang": FileFormat(architecture="LlamaForCausalLMEagle", unsupported={"window": ""}),
     },
     engine_config=engine_config,

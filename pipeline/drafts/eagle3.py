@@ -281,7 +281,7 @@ AUTHORS_FORMAT = FileFormat(architecture="LlamaForCausalLMEagle3")
 NO_RESIDUAL = {"norm_before_residual": "SGLang adds the plain feature; train without, or use vllm"}
 NAMES = Names(
     forms={
-        "vllm": AUTHORS_FORMAT,
+        "vllm": replace(AUTHORS_FORMAT, with_lookup="PromptLookupForCausalLMEagle3"),
         "sglang": replace(AUTHORS_FORMAT, unsupported=NO_RESIDUAL | {"norm_before_fc": ""} | UNSUPPORTED_LAYER_OPTIONS),
         "gguf": replace(
             AUTHORS_FORMAT,

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
-from pipeline.drafts.eagle import EagleFrame, EagleFrameConfig
+from pipeline.drafts.eagle import NAMES as EAGLE_NAMES
+from pipeline.drafts.eagle import NO_BIAS, EagleFrame, EagleFrameConfig
 from pipeline.drafts.parts.attention.steps import Mask
 from pipeline.drafts.parts.base import DenseConfig
 from pipeline.drafts.parts.layers import AttentionBlock, ResBlock, norm
 from pipeline.drafts.parts.losses import Term, term_names
-from pipeline.drafts.parts.names import FileFormat, Names
+from pipeline.drafts.parts.names import PLUG_IN, Export, FileFormat, Names
 from pipeline.drafts.parts.one_layer import Dense, Heads
 
 if TYPE_CHECKING:
@@ -145,4 +146,23 @@ def _name_in_memory(name: str, _: Any) -> str:
     return re.sub(r"^mlp\.", "mlp.mlp.", _name_in_files(name, None))
 
 
-NAMES = Names({"files": FileFormat(_name_in_files), "memory": FileFormat(_name_in_memory)})
+def engine_config(draft: Gumiho, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
+    """Return the plug-in's config."""
+    keys = {"num_hidden_layers": SERIAL, "mlps": MLPS, "mlp_blocks": BLOCKS}
+    return EAGLE_NAMES.engine_config(draft, weights, export) | keys | {"reduced_vocabulary": draft.config.vocabulary}
+
+
+def _plug_in_name(name: str, _: Any) -> str:
+    return name.removeprefix("mlp.") if name.startswith("mlp.mlp.") else name
+
+
+ARCHITECTURE = "EagleGumihoForCausalLM"
+NAMES = Names(
+    {
+        "vllm": FileFormat(_plug_in_name, ARCHITECTURE, NO_BIAS, PLUG_IN, ARCHITECTURE),
+        "files": FileFormat(_name_in_files),
+        "memory": FileFormat(_name_in_memory),
+    },
+    engine_config=engine_config,
+    method=EAGLE_NAMES.method,
+)

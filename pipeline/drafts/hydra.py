@@ -22,7 +22,7 @@ from pipeline.drafts.parts.base import DenseConfig, ScaledConfig
 from pipeline.drafts.parts.heads import HeadsConfig, HeadsDraft, make_lm_heads
 from pipeline.drafts.parts.heads import facts as facts_of_heads
 from pipeline.drafts.parts.layers import AttentionBlock, ResBlock, layer_config, norm, rotary, swiglu
-from pipeline.drafts.parts.names import Facts, FileFormat, Names
+from pipeline.drafts.parts.names import NO_OWN_VOCABULARY, PLUG_IN, Export, Facts, FileFormat, Names, llama_config
 from pipeline.lm.attention import FULL, additive_mask, causal_mask, packed_masks
 from pipeline.lm.cache import TreeCache
 
@@ -169,8 +169,24 @@ def facts(draft: Hydra, config_json: dict[str, Any], tensors: Mapping[str, Tenso
     return head_facts and head_facts | {"prefix": (prefix, draft.config.prefix)}
 
 
+def _plug_in_name(name: str, _: Any) -> str:
+    name = re.sub(r"^prefix\.(?:layer|(?=norm))", lambda at: "layers.0" if at[0] == "prefix.layer" else "", name)
+    return re.sub(r"^lm_heads\.", "own.", name)
+
+
+def engine_config(draft: Hydra, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
+    """Return the plug-in's config. Raise PipelineError for a draft without the prefix layer, which has no attention."""
+    if not draft.config.prefix:
+        raise PipelineError("prefix=false: vLLM requires a draft with a layer of attention; train with prefix=true")
+    keys = {key: getattr(draft.config, key) for key in ("heads", "blocks", "own_head", "head_bias", "embedding_scale")}
+    return {"architectures": [export.architecture]} | llama_config(draft, weights) | keys
+
+
+FORM = FileFormat(_plug_in_name, "EagleHydraForCausalLM", NO_OWN_VOCABULARY, PLUG_IN)
 NAMES = Names(
-    {"hydra": FileFormat(_hydra_name), "hydra++": FileFormat(_hydra_plus_name)},
+    {"vllm": FORM, "hydra": FileFormat(_hydra_name), "hydra++": FileFormat(_hydra_plus_name)},
+    engine_config=engine_config,
+    method={"method": "eagle"},
     facts=facts,
     ignored_tensors=r"prefix_embeding_layer\.embed_tokens\.weight",  # not read by any Hydra
 )

@@ -27,7 +27,7 @@ from pipeline.drafts.eagle3 import NAMES as EAGLE3_NAMES
 from pipeline.drafts.eagle3 import NUMBERED_FORMAT, Eagle3Frame, TrainingTimeTestConfig, TrainingTimeTestObjective
 from pipeline.drafts.parts.layers import swiglu
 from pipeline.drafts.parts.losses import Term
-from pipeline.drafts.parts.names import FileFormat
+from pipeline.drafts.parts.names import PLUG_IN, Export, FileFormat, Names
 from pipeline.drafts.parts.objective import Objective
 from pipeline.drafts.parts.one_layer import Heads, OneLayer
 
@@ -224,9 +224,22 @@ class JakiroOnEagle3(Experts, Eagle3Frame):
 # -- names in other software -------------------------------------------------------------------------------------------
 
 NO_QK_NORM = {"qk_norm": "the plug-in's drafts with experts have Llama's attention; train without"}
-PLUG_IN = "infra/vllm_jakiro"
 SETTINGS = {"experts_per_token": "num_experts_per_tok"}
-FORM = FileFormat(architecture="EagleJakiroForCausalLM", unsupported=NO_BIAS, plug_in=PLUG_IN)
-NAMES = replace(EAGLE_NAMES, forms={"vllm": FORM}, not_exported=(), settings=SETTINGS)
-FORM_ON_EAGLE3 = FileFormat(architecture="JakiroForCausalLMEagle3", unsupported=NO_QK_NORM, plug_in=PLUG_IN)
-NAMES_ON_EAGLE3 = replace(EAGLE3_NAMES, forms={"vllm": FORM_ON_EAGLE3} | NUMBERED_FORMAT, settings=SETTINGS)
+
+
+def _add_hybrid(names: Names, form: FileFormat, others: dict[str, FileFormat], not_exported: tuple[str, ...]) -> Names:
+    """Return the frame's names with the plug-in's form; config.json also states how a chain's last token is drafted."""
+
+    def engine_config(draft: Any, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
+        hybrid = {"contrast": draft.config.contrast, "parallel": export.parallel}
+        return names.engine_config(draft, weights, export) | hybrid
+
+    form = replace(form, plug_in=PLUG_IN, with_lookup=form.architecture)
+    changes: Any = {"engine_config": engine_config, "not_exported": not_exported, "settings": SETTINGS}
+    return replace(names, forms={"vllm": form} | others, **changes)
+
+
+FORM = FileFormat(architecture="EagleJakiroForCausalLM", unsupported=NO_BIAS)
+FORM_ON_EAGLE3 = FileFormat(architecture="JakiroForCausalLMEagle3", unsupported=NO_QK_NORM)
+NAMES = _add_hybrid(EAGLE_NAMES, FORM, {}, ())
+NAMES_ON_EAGLE3 = _add_hybrid(EAGLE3_NAMES, FORM_ON_EAGLE3, NUMBERED_FORMAT, EAGLE3_NAMES.not_exported)

@@ -9,7 +9,6 @@ occurrence of the longest suffix.)
 
 import hashlib
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,46 +20,18 @@ from torch import Tensor
 
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import TreeConfig
-from pipeline.decoding.contract import CandidatePool, Draws, RoundInput
+from pipeline.decoding.contract import Draws, RoundInput
+from pipeline.decoding.pools import (
+    LONGEST,
+    MAX_MATCHES,
+    CandidatePool,
+    SuffixIndex,
+    copy_continuations,
+    copy_probability,
+)
 from pipeline.decoding.tree import Tree, build_tree
 from pipeline.drafts.parts.base import DraftConfig
 from pipeline.lm.states import Needs
-
-LONGEST = 8  # maximum number of tokens that are compared
-MAX_MATCHES = 32  # positions that one lookup returns at most, the best ones
-
-
-class SuffixIndex:
-    """An index of the n-grams of a text.
-
-    It maps every n-gram of up to LONGEST tokens to the positions where it ends. A token costs LONGEST entries, and a
-    lookup visits a bounded number of positions, however long the text is.
-    """
-
-    def __init__(self) -> None:
-        self._end_positions: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        self._read = 0
-
-    def extend(self, tokens: list[int]) -> None:
-        """Extend the index to `tokens`, which begin with those that it already has."""
-        for end in range(self._read, len(tokens)):
-            for length in range(1, min(LONGEST, end + 1) + 1):
-                self._end_positions[tuple(tokens[end + 1 - length : end + 1])].append(end)
-        self._read = len(tokens)
-
-    def matches(self, tokens: list[int]) -> list[tuple[int, int]]:
-        """Return earlier positions that end with the text's last tokens, with the number of matching tokens (at most
-        LONGEST): the longest match first, among equal ones the latest position.
-        """
-        matches: dict[int, int] = {}
-        for length in range(min(LONGEST, len(tokens)), 0, -1):
-            places = self._end_positions.get(tuple(tokens[-length:]), [])
-            for place in reversed(places):
-                if len(matches) == MAX_MATCHES:
-                    return list(matches.items())
-                if place < len(tokens) - 1:
-                    matches.setdefault(place, length)
-        return list(matches.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +58,6 @@ class PromptLookupConfig(DraftConfig):
         if tree.paths is not None:
             raise ValueError("tree.paths: prompt lookup has no ranks for a static tree: give depth, top_k and nodes")
         return super().resolve(tree)
-
-
-# The probability that the first copied token is right, by the number of matching tokens, and that each further one is,
-# given those before: rough averages over greedy and sampled answers of the embedded default.
-FIRST_CHANCES = (0.18, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)
-FURTHER_CHANCE = 0.85
-ALTERNATIVE_CHANCE = 0.05  # for a continuation that is not the first choice
 
 
 class PromptLookup:
@@ -134,30 +98,8 @@ class PromptLookup:
     def pool(
         self, state: SuffixIndex, inputs: RoundInput, tree: TreeConfig, count: int, timer: Any = None
     ) -> CandidatePool:
-        """Return candidates, whose score is the number of matching tokens before the continuation.
-
-        A continuation that is not the first choice at some node scores LONGEST less, so that every first choice is
-        ranked higher.
-        """
-        pool = CandidatePool([], [], [])
-        children: list[dict[int, int]] = [{}]  # of each node: token -> its child
-        for text, place, length in self._matches(state, inputs.tokens):
-            above, first = 0, True
-            for token in text[place + 1 : place + 1 + tree.depth]:
-                if token not in children[above]:
-                    if len(children[above]) == tree.top_k or len(pool.tokens) == count:
-                        break
-                    first = first and not children[above]
-                    children[above][token] = len(children)
-                    children.append({})
-                    pool.tokens.append(token)
-                    pool.parents.append(above)
-                    pool.scores.append(float(length if first else length - LONGEST))
-                above = children[above][token]
-                first = first and pool.scores[above - 1] > 0
-            if len(pool.tokens) == count:
-                break
-        return pool
+        """Return candidates, whose score is the number of matching tokens before the continuation."""
+        return copy_continuations(self._matches(state, inputs.tokens), tree.depth, tree.top_k, count)
 
     def _matches(self, state: SuffixIndex, tokens: list[int]) -> list[tuple[list[int], int, int]]:
         """Return texts, positions in them that end with the last `tokens`, and matching lengths, longest first."""
@@ -169,8 +111,7 @@ class PromptLookup:
         return sorted(matches, key=lambda match: -match[2])
 
     def accept_probability(self, depth: int, score: float) -> float:
-        first = FIRST_CHANCES[min(int(score), len(FIRST_CHANCES)) - 1] if score > 0 else ALTERNATIVE_CHANCE
-        return first * FURTHER_CHANCE ** (depth - 1)
+        return copy_probability(depth, score)
 
     def start(self, *_: Any, **__: Any) -> Any:
         raise AssertionError("prompt lookup has no forward pass: call `propose` instead")

@@ -16,6 +16,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,13 +26,15 @@ from torch import Tensor
 from pipeline.artifacts import checkpoint
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import read_json, write_json
+from pipeline.decoding.pools import CHAIN
 from pipeline.drafts import DRAFTS, DraftConfig, TrainedDraft, kind_key
 from pipeline.drafts.native.mtp import Mtp, MtpConfig
-from pipeline.drafts.parts.names import GPT_OSS, Export, FileFormat, Names
+from pipeline.drafts.parts.names import GPT_OSS, PLUG_IN, Export, FileFormat, Names
 from pipeline.lm.model import locate_target
 from pipeline.serving.head import write_target
 from pipeline.serving.load import target_of
 
+LOOKUP = "prompt-lookup"
 GGUF, DRAFT_GGUF = "gguf", "draft.gguf"
 TRANSFORMERS = "transformers"
 # Engines that `make serve-test` or the tests have run.
@@ -41,15 +44,22 @@ MAX_LOG_WORDS = 40  # last words of the converter's log in an error
 
 
 def export(
-    release: Path, engine: str, out: Path, target: str | None = None, llama_cpp: Path | None = None
+    release: Path,
+    engine: str,
+    out: Path,
+    target: str | None = None,
+    llama_cpp: Path | None = None,
+    prompt_lookup: bool = False,
 ) -> list[str]:
     """Write the folder `out`; return lines for the user. `target`: the verifier's Hub id, which speculators' form
     names; for GGUF and an MTP head its folder, where the release does not know it. `llama_cpp`: the checkout that
-    GGUF requires.
+    GGUF requires. `prompt_lookup`: also for a release whose method has none.
 
     Raise PipelineError for a damaged release, a draft that the engine cannot load, and an `out` that exists.
     """
     saved = checkpoint.read_config(release)
+    if prompt_lookup and not saved.method.secondary:
+        saved = replace(saved, method=replace(saved.method, secondary=[LOOKUP]))
     if out.exists():
         raise PipelineError(f"{out} exists already: remove it, or name another folder")
     draft = checkpoint.load(release, saved.target["fingerprint"])
@@ -92,9 +102,24 @@ def list_tested_engines(release: Path) -> dict[str, list[str]]:
     return commands
 
 
-def vllm_method(config: DraftConfig) -> dict[str, Any]:
+def has_lookup(saved: checkpoint.CheckpointConfig, engine: str) -> bool:
+    """Return whether the exported draft also looks the prompt up, as the release's method does. No engine has the
+    corpus of a method.
+    """
+    return bool(saved.method.secondary and _form_of(saved.config, engine)[1].with_lookup)
+
+
+def vllm_method(config: DraftConfig, looks_up: bool = False) -> dict[str, Any]:
     """Return the fields of vLLM's speculative config, without the draft's folder and the number of draft tokens."""
-    return dict(DRAFTS[kind_key(config)].names.method)
+    return dict(DRAFTS[kind_key(config)].names.method) | ({"disable_padded_drafter_batch": True} if looks_up else {})
+
+
+def chain_length(saved: checkpoint.CheckpointConfig, engine: str) -> int:
+    """Return the draft tokens of a round in the engine, at most."""
+    names, tree = _form_of(saved.config, engine)[0], saved.tree
+    if has_lookup(saved, engine):
+        return max(tree.depth, min(tree.nodes - 1, CHAIN))
+    return saved.config.levels if names.is_block else tree.depth  # type: ignore[attr-defined]
 
 
 def _form_of(config: DraftConfig, engine: str) -> tuple[Names, FileFormat]:
@@ -120,8 +145,11 @@ def _convert_draft(
     names, form = _form_of(saved.config, engine)
     weights = {name: tensor for name, tensor in draft.state_dict().items() if name not in names.not_exported}
     name = target or saved.target["model"]
-    export_settings = Export(engine, form.architecture, name, _family(target, name), saved.tree.depth)
-    config = names.engine_config(draft, weights, export_settings)
+    looks_up = has_lookup(saved, engine)
+    architecture, levels = form.with_lookup if looks_up else form.architecture, saved.tree.parallel or 1
+    settings = Export(engine, architecture, name, _family(target, name), saved.tree.depth, levels)
+    config = names.engine_config(draft, weights, settings)
+    config |= {"prompt_lookup": saved.tree.depth} if looks_up else {}
     return config, {form.tensors(parameter, draft.config): tensor for parameter, tensor in weights.items()}
 
 
@@ -187,15 +215,18 @@ LAUNCH_COMMANDS = {
 
 def _launch(saved: checkpoint.CheckpointConfig, engine: str, out: Path) -> list[str]:
     names, form = _form_of(saved.config, engine)
-    install = [f"pip install {form.plug_in}    # once, into vLLM's environment"] if form.plug_in else []
-    guesses = saved.config.levels if names.is_block else saved.tree.depth  # type: ignore[attr-defined]
+    looks_up, guesses = has_lookup(saved, engine), chain_length(saved, engine)
+    needs_plug_in = form.plug_in or (looks_up and PLUG_IN)
+    install = [f"pip install {PLUG_IN}    # once, into vLLM's environment"] if needs_plug_in else []
     is_head = isinstance(saved.config, MtpConfig)
     line = LAUNCH_COMMANDS[engine].format(
         target=shlex.quote(str(out)) if is_head else "TARGET",
         out=shlex.quote(str(out)),
         folder=repr(str(out)),
         gguf=shlex.quote(str(out / DRAFT_GGUF)),
-        config=shlex.quote(format_speculative_config(vllm_method(saved.config), None if is_head else out, guesses)),
+        config=shlex.quote(
+            format_speculative_config(vllm_method(saved.config, looks_up), None if is_head else out, guesses)
+        ),
         algorithm=names.method["method"].upper(),
         chain="" if names.is_block else f"--speculative-num-steps {guesses} --speculative-eagle-topk 1 ",
         tokens=guesses + 1,

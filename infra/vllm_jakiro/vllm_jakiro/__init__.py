@@ -1,7 +1,13 @@
-"""Register Jakiro's drafts with vLLM, which calls `register` in each of its processes."""
+"""Register our drafts with vLLM, which calls `register` in each of its processes."""
 
-__version__ = "0.4.0"  # which pipeline/features/engines/vllm.py expects
-ARCHITECTURES = ("EagleJakiroForCausalLM", "JakiroForCausalLMEagle3")  # in EAGLE-1's frame and in EAGLE-3's
+__version__ = "0.5.0"  # which pipeline/features/engines/vllm.py expects
+ARCHITECTURES = {  # by the module
+    "models": (
+        *("EagleJakiroForCausalLM", "EaglePromptLookupForCausalLM"),  # in EAGLE-1's frame
+        *("JakiroForCausalLMEagle3", "PromptLookupForCausalLMEagle3"),  # in EAGLE-3's
+    ),
+    "heads": ("EagleGumihoForCausalLM", "EagleHydraForCausalLM"),
+}
 
 
 def register() -> None:
@@ -9,6 +15,7 @@ def register() -> None:
     from vllm import ModelRegistry
 
     supported = ModelRegistry.get_supported_archs()
-    for name in ARCHITECTURES:
-        if name not in supported:
-            ModelRegistry.register_model(name, f"vllm_jakiro.models:{name}")
+    for module, names in ARCHITECTURES.items():
+        for name in names:
+            if name not in supported:
+                ModelRegistry.register_model(name, f"vllm_jakiro.{module}:{name}")

@@ -1,30 +1,42 @@
-"""Jakiro's experts after the attention of vLLM's EAGLE drafts. They draft chains, one token per forward.
+"""vLLM's EAGLE drafts as a `Proposer` uses them: as they are, for prompt lookup, and with Jakiro's experts.
 
-    f = u + sum_j w_j E_j(norm(u))        (arXiv 2502.06282, eq. 3 and 6; w: softmax over the kept experts' scores)
+    f_1 = u + sum_j w_j E_j(n)            (arXiv 2502.06282, eq. 3 and 6; n = norm(u), w: softmax over the selected
+    f_2 = u + beta E_a(n) - alpha E_b(n)   experts' scores; eq. 7)
 
-The branch two tokens ahead (eq. 7) is not used in a chain, nor are its rows of the gate and its scalars. All experts
-are computed, and those that a token does not select have weight 0, so shapes never depend on the routing.
+The feature two tokens ahead, f_2, gives the last draft token if the exported draft says so. All experts are computed,
+and those that a token does not select have weight 0, so shapes never depend on the routing.
 """
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.models.llama import LlamaMLP
 from vllm.model_executor.models.llama_eagle import EagleLlamaForCausalLM
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
+from vllm_jakiro.proposer import FurtherTokens, install
+
 Weights = Iterable[tuple[str, Tensor]]
 
 
 class ExpertLayer(nn.Module):
-    """A mixture of experts that replaces the MLP: (tokens, D) -> (tokens, D)."""
+    """A mixture of experts that replaces the MLP: (tokens, D) -> (tokens, D). With hybrid drafting it stores f_2 - u of
+    its last tokens, at a fixed address.
+    """
 
-    def __init__(self, config, prefix: str):
+    def __init__(self, config, prefix: str, tokens: int):
+        """`tokens`: the most tokens of a forward, 0 without hybrid drafting."""
         super().__init__()
         self.count, self.active = config.num_experts, config.num_experts_per_tok
+        self.contrast = getattr(config, "contrast", "none")
+        if self.contrast == "scalar":
+            self.contrast_scalars = nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.register_buffer("contrast_TD", torch.zeros(tokens, config.hidden_size), persistent=False)
         self.gate = ReplicatedLinear(config.hidden_size, config.gate_rows, bias=False, return_bias=False)
         width = config.intermediate_size
         self.experts = nn.ModuleList(
@@ -33,31 +45,54 @@ class ExpertLayer(nn.Module):
         )
 
     def forward(self, n: Tensor) -> Tensor:
-        scores, selected = self.gate(n)[..., : self.count].topk(self.active, dim=-1)
+        scores = self.gate(n)
+        selected_scores, selected = scores[..., : self.count].topk(self.active, dim=-1)  # best first
         weights = torch.zeros(*n.shape[:-1], self.count, dtype=n.dtype, device=n.device)
-        weights = weights.scatter(-1, selected, scores.float().softmax(-1).to(n.dtype))
+        weights = weights.scatter(-1, selected, selected_scores.float().softmax(-1).to(n.dtype))
         outputs = torch.stack([expert(n) for expert in self.experts], dim=-2)
-        return (weights[..., None] * outputs).sum(-2)
+        mixture = (weights[..., None] * outputs).sum(-2)
+        if len(self.contrast_TD):
+            self.contrast_TD[: len(n)] = self._contrast(scores, selected, outputs)
+        return mixture
+
+    def _contrast(self, scores: Tensor, selected: Tensor, outputs: Tensor) -> Tensor:
+        best, second = (
+            outputs.gather(-2, selected[..., place, None, None].expand(*selected.shape[:-1], 1, outputs.shape[-1]))
+            for place in (0, 1)
+        )
+        best, second = best.squeeze(-2), second.squeeze(-2)
+        if self.contrast == "scalar":
+            beta, alpha = self.contrast_scalars
+            return beta * best - alpha * second
+        # The router's two rows belong to the two best experts in the order of their indices.
+        raw = scores[..., self.count :]
+        v_low, v_high = raw.float().softmax(-1).to(outputs.dtype).split(1, dim=-1)
+        in_order = selected[..., :1] < selected[..., 1:2]
+        low, high = torch.where(in_order, best, second), torch.where(in_order, second, best)
+        return torch.where(raw[..., :1] > raw[..., 1:], v_low * low - v_high * high, v_high * high - v_low * low)
+
+
+class AttentionNorm(RMSNorm):
+    """The norm after the attention, which stores the attention's outputs u of its last tokens, at a fixed address."""
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        n, u = super().forward(x, residual)
+        self.u_TD[: len(u)] = u
+        return n, u
 
 
 def _rename_weights(weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights that a chain requires, under vLLM's names."""
+    """Yield the weights under vLLM's names."""
     for name, tensor in weights:
-        if not name.endswith("contrast_scalars"):
-            yield name.replace(".mlp_moe.", ".mlp."), tensor
+        yield name.replace(".mlp_moe.", ".mlp."), tensor
 
 
-def _put_experts(model: nn.Module, prefix: str) -> None:
-    for place, layer in enumerate(model.model.layers):
-        layer.mlp = ExpertLayer(model.config, f"{prefix}.layers.{place}.mlp")
-
-
-class EagleJakiroForCausalLM(EagleLlamaForCausalLM):
-    """Jakiro in EAGLE-1's frame. It drafts with the target's head, and only tokens of the draft's vocabulary."""
+class EaglePromptLookupForCausalLM(FurtherTokens, EagleLlamaForCausalLM):
+    """An EAGLE-1 draft. It drafts with the target's head, and only tokens of its own vocabulary."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        _put_experts(self, prefix)
+        install()
         size = self.config.vocab_size if getattr(self.config, "reduced_vocabulary", None) else 0
         self.register_buffer(
             "outside", torch.zeros(size), persistent=False
@@ -78,12 +113,54 @@ class EagleJakiroForCausalLM(EagleLlamaForCausalLM):
         super().load_weights(without_ids())
 
 
-class JakiroForCausalLMEagle3(Eagle3LlamaForCausalLM):
-    """Jakiro in EAGLE-3's frame, with its own head."""
+class PromptLookupForCausalLMEagle3(FurtherTokens, Eagle3LlamaForCausalLM):
+    """An EAGLE-3 draft, with its own head."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        _put_experts(self, prefix)
+        install()
 
     def load_weights(self, weights: Weights) -> None:
         super().load_weights(_rename_weights(weights))
+
+
+class Hybrid(FurtherTokens):
+    """Jakiro's experts in one of these drafts."""
+
+    model: Any
+
+    def put_experts(self, vllm_config: VllmConfig, prefix: str) -> None:
+        """Replace the MLP, and prepare hybrid drafting if the draft's configuration says so."""
+        (self._layer,) = self.model.layers
+        self._further = getattr(self.config, "parallel", 1) - 1
+        tokens = vllm_config.scheduler_config.max_num_batched_tokens if self._further else 0
+        self._layer.mlp = ExpertLayer(self.config, f"{prefix}.layers.0.mlp", tokens)
+        if self._further:
+            norm = self._layer.post_attention_layernorm
+            norm.__class__ = AttentionNorm
+            norm.register_buffer("u_TD", torch.zeros(tokens, self.config.hidden_size), persistent=False)
+
+    def count_forwards(self, tokens: int) -> int:
+        return tokens - self._further if tokens > 1 else tokens
+
+    def ahead(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        return self._layer.post_attention_layernorm.u_TD[rows] + self._layer.mlp.contrast_TD[rows]
+
+
+class EagleJakiroForCausalLM(Hybrid, EaglePromptLookupForCausalLM):
+    """Jakiro in EAGLE-1's frame."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.put_experts(vllm_config, prefix)
+
+
+class JakiroForCausalLMEagle3(Hybrid, PromptLookupForCausalLMEagle3):
+    """Jakiro in EAGLE-3's frame."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.put_experts(vllm_config, prefix)
+
+    def ahead(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        return self.model.norm(super().ahead(rows, tokens))

@@ -21,6 +21,7 @@ GPT_OSS = "gpt_oss"
 AUXILIARY, INPUTS, OUTPUTS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids"
 LAYER_KEYS = (AUXILIARY, INPUTS, OUTPUTS)
 
+PLUG_IN = "infra/vllm_jakiro"  # for vLLM
 NO_OWN_VOCABULARY = {"vocabulary": "vLLM requires the target's full vocabulary here; train without `vocabulary`"}
 
 
@@ -33,6 +34,7 @@ class FileFormat:
     # Settings that it supports only at their default -> advice about other values; empty: advises an export to vLLM.
     unsupported: Mapping[str, str] = field(default_factory=dict)
     plug_in: str = ""  # the plug-in that its engine requires
+    with_lookup: str = ""  # the architecture that also looks the prompt up; empty: none
     is_tried: bool = True  # False if it was not tried in an engine that was
 
 
@@ -45,6 +47,7 @@ class Export:
     target: str  # its Hub id
     family: str  # its model_type; empty if it is not known
     guesses: int
+    parallel: int  # levels of the last forward
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from pipeline.lm.model import (
 )
 
 MODULE = "vllm_jakiro.engine"
-PACKAGE = "0.4.0"  # the required version of infra/vllm_jakiro, which defines the messages
+PACKAGE = "0.5.0"  # the required version of infra/vllm_jakiro, which defines the messages
 
 
 def python_of(config: TargetConfig) -> str:

@@ -1,0 +1,106 @@
+"""Drafting in vLLM with fewer forwards than tokens, and with prompt lookup.
+
+vLLM's proposer of EAGLE drafts runs one forward of the draft for each token. Ours asks it for the tokens that need a
+forward, and the draft itself for the others: Jakiro's last token (arXiv 2502.06282, eq. 7), Gumiho's from its third on,
+all but the first of Hydra. With prompt lookup, each request then gets the chain with the most expected tokens.
+"""
+
+from typing import Any
+
+import torch
+from prometheus_client import Counter
+from torch import Tensor
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.v1.spec_decode.eagle import EagleProposer
+
+from vllm_jakiro.lookup import Lookup
+
+ROUNDS = Counter("jakiro_draft_rounds", "Rounds of a batch that drafted")
+FORWARDS = Counter("jakiro_draft_forwards", "Forwards of the draft")
+
+
+class FurtherTokens:
+    """What a draft adds to a model of vLLM, so that a `Proposer` drafts with it."""
+
+    config: Any
+
+    def count_forwards(self, tokens: int) -> int:
+        """Return the forwards that this many draft tokens need."""
+        return tokens
+
+    def ahead(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """Return the features (requests, D) of the next token. `rows`: each request's row of the last forward; `tokens`
+        (requests, n): the draft tokens so far.
+        """
+        raise NotImplementedError
+
+
+class Proposer(EagleProposer):
+    """A proposer of drafts with `FurtherTokens`."""
+
+    def prepare(self) -> None:
+        """Prepare for the model, which is loaded. Raise ValueError for settings that prompt lookup does not support."""
+        self._counts = get_tensor_model_parallel_rank() == 0
+        length = getattr(self.model.config, "prompt_lookup", None)
+        self._lookup = Lookup(length, self._counts) if length else None
+        if length and not self.speculative_config.disable_padded_drafter_batch:
+            raise ValueError('prompt lookup requires "disable_padded_drafter_batch": true in --speculative-config')
+        if length and self._enable_probabilistic_draft_probs:
+            raise ValueError('prompt lookup requires "draft_sample_method": "greedy" in --speculative-config')
+
+    def prepare_next_token_ids_cpu(self, sampled_token_ids: Any, requests: Any, batch: Any, *more: Any) -> Tensor:
+        if self._lookup is not None:
+            self._lookup.read(batch, requests, sampled_token_ids)
+        return super().prepare_next_token_ids_cpu(sampled_token_ids, requests, batch, *more)
+
+    def set_inputs_first_pass(self, *inputs: Any, **more: Any) -> Any:
+        result = super().set_inputs_first_pass(*inputs, **more)
+        self._rows = result[1]  # of the first forward: each request's last verified token
+        return result
+
+    def _greedy_sample(self, hidden_states: Tensor) -> Tensor:
+        if self._lookup is None:
+            return super()._greedy_sample(hidden_states)
+        logits = self.model.compute_logits(hidden_states).float()
+        best, tokens = logits.max(dim=-1)
+        self._log_probs.append(best - logits.logsumexp(-1))
+        return tokens
+
+    def propose(self, num_speculative_tokens: int, *inputs: Any, **more: Any) -> Tensor | list[list[int]]:
+        """Return the draft tokens (requests, K); with prompt lookup a list for each request. The probabilities that
+        they were drawn with, if they were drawn, are kept as the base class keeps them.
+        """
+        self._log_probs: list[Tensor] = []
+        count = min(num_speculative_tokens, self._lookup.drafted) if self._lookup else num_speculative_tokens
+        forwards = self.model.count_forwards(count)
+        tokens = super().propose(forwards, *inputs, **more)
+        rows = self._rows if forwards == 1 else self.arange[: len(tokens)]
+        for _ in range(forwards, count):
+            features, probs = self.model.ahead(rows, tokens), self._last_draft_probs
+            further, further_probs = self._sample_draft_tokens(features, more["sampling_metadata"])
+            tokens = torch.cat([tokens, further.view(-1, 1).to(tokens.dtype)], dim=1)
+            if probs is not None and further_probs is not None:
+                self._last_draft_probs = torch.cat([probs, further_probs[:, None]], dim=1)
+        self.num_speculative_tokens = num_speculative_tokens
+        if self._counts:
+            ROUNDS.inc()
+            FORWARDS.inc(max(forwards, 1))
+        if self._lookup is None or not num_speculative_tokens:
+            return tokens
+        return self._lookup.chains(tokens, torch.stack(self._log_probs, dim=1), num_speculative_tokens)
+
+
+def install() -> None:
+    """Let vLLM's proposer become a `Proposer` if its model has `FurtherTokens`. It is made before its model is loaded,
+    and initialises its attention afterwards.
+    """
+    if "initialize_attn_backend" in vars(EagleProposer):
+        return
+
+    def initialize_attn_backend(self: Any, *inputs: Any, **more: Any) -> Any:
+        if type(self) is EagleProposer and isinstance(self.model, FurtherTokens):
+            self.__class__ = Proposer
+            self.prepare()
+        return super(EagleProposer, self).initialize_attn_backend(*inputs, **more)
+
+    EagleProposer.initialize_attn_backend = initialize_attn_backend
