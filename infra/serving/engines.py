@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,9 @@ from types import MappingProxyType
 from typing import Any
 
 import httpx2
+from prometheus_client.parser import text_string_to_metric_families
 
-from eval.served import parse_counters
+from eval.served import Counts, parse_counters
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Generation
 from pipeline.drafts import DraftConfig
@@ -80,6 +82,10 @@ class ServingEngine:
         accepted ones by place, if it counts them. `drafted`: the draft tokens of each pass.
         """
         raise NotImplementedError
+
+    def draft_forwards(self, address: str) -> float | None:
+        """Return the draft's forwards in a round since the start; None if they are not counted."""
+        return None
 
     @contextmanager
     def serve(self, target: str, draft: ExportedDraft | None = None) -> Iterator[str]:
@@ -219,19 +225,31 @@ class Vllm(ServingEngine):
     def ask(self, address: str, target: str, ids: list[int], tokens: int) -> EngineAnswer:
         before = parse_counters(self.metrics(address))
         begin = time.perf_counter()
-        body = {"model": target, "prompt": ids, "max_tokens": tokens, "temperature": 0, "return_token_ids": True}
-        answer = _post(f"{address}/v1/completions", body)["choices"][0]["token_ids"]
+        answer = self._answer(address, target, ids, tokens)
         seconds = time.perf_counter() - begin  # the prompt's pass included
         after = parse_counters(self.metrics(address))
         if before is None or after is None:  # plain decoding
             return EngineAnswer(answer, 0, 0, len(answer) - 1, seconds)
         counted = after.count_since(before)
-        places = tuple(counted.by_depth[place] for place in range(1, max(_nonzero(counted.by_depth), default=0) + 1))
-        return EngineAnswer(answer, counted.drafted, counted.accepted, counted.passes, seconds, places)
+        passes, drafted, accepted, *places = _counted(counted)
+        return EngineAnswer(answer, drafted, accepted, passes, seconds, tuple(places))
+
+    @staticmethod
+    def _answer(address: str, target: str, ids: list[int], tokens: int) -> list[int]:
+        body = {"model": target, "prompt": ids, "max_tokens": tokens, "temperature": 0, "return_token_ids": True}
+        return _post(f"{address}/v1/completions", body)["choices"][0]["token_ids"]
 
     @staticmethod
     def metrics(address: str) -> str:
         return httpx2.get(f"{address}/metrics", timeout=PATIENCE).text
+
+    def _read_metric(self, address: str, name: str) -> float:
+        families = text_string_to_metric_families(self.metrics(address))
+        return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+
+    def draft_forwards(self, address: str) -> float | None:
+        rounds = self._read_metric(address, "jakiro_draft_rounds_total")  # of the plug-in
+        return self._read_metric(address, "jakiro_draft_forwards_total") / rounds if rounds else None
 
     def counts(self, answer: Generation, drafted: list[int], tokens: int) -> tuple[int, ...]:
         """Return the counts of vLLM, which always drafts the full chain, and counts all that it accepts."""
@@ -239,16 +257,40 @@ class Vllm(ServingEngine):
         places = Counter({place: count for place, count in enumerate(acceptance.accepted) if place})
         if cut := answer.untrimmed_tokens - acceptance.tokens:  # after the answer's end; the last one was not drafted
             places.update(range(answer.depths[-1] + 1, answer.depths[-1] + cut))
-        by_place = [places[place] for place in range(1, max(_nonzero(places), default=0) + 1)]
-        return acceptance.passes, sum(drafted), answer.untrimmed_tokens - acceptance.passes, *by_place
+        accepted = answer.untrimmed_tokens - acceptance.passes
+        return _counted(Counts(acceptance.passes, sum(drafted), accepted, places))
 
 
-def _nonzero(counts: dict[int, int]) -> list[int]:
-    return [place for place, count in counts.items() if count]
+def _counted(counts: Counts) -> tuple[int, ...]:
+    """Return passes, drafted and accepted tokens, and the accepted ones by place, up to the last place with any."""
+    last = max((place for place, count in counts.by_depth.items() if count), default=0)
+    return counts.passes, counts.drafted, counts.accepted, *(counts.by_depth[place] for place in range(1, last + 1))
 
 
 class BatchedVllm(Vllm):
-    """vLLM with several requests at once, prefix caching, prefills in parts, and a cache that is too small for all."""
+    """vLLM with several requests at once, prefix caching, and prefills in parts."""
 
     options = ("--max-num-seqs", "4", "--enable-prefix-caching", "--max-num-batched-tokens", "512")
-    options += ("--num-gpu-blocks-override", "18")  # of 128 tokens each
+    at_once, copies, preempts = 4, 2, False  # copies: requests with each prompt
+
+    def ask_at_once(
+        self, address: str, model: str, prompts: list[list[int]], tokens: int
+    ) -> tuple[list[list[int]], tuple[int, ...], int]:
+        """Return the answers to the prompts, asked several at once; the sums of their counts; and how often a request
+        was preempted.
+        """
+        before = parse_counters(self.metrics(address))
+        with ThreadPoolExecutor(self.at_once) as pool:
+            answers = list(pool.map(lambda ids: self._answer(address, model, ids, tokens), prompts))
+        after = parse_counters(self.metrics(address))
+        assert before is not None and after is not None, "vLLM counts draft tokens"
+        preemptions = int(self._read_metric(address, "vllm:num_preemptions_total"))
+        return answers, _counted(after.count_since(before)), preemptions
+
+
+class PreemptingVllm(BatchedVllm):
+    """The same with a cache that is too small for these requests."""
+
+    options = (*BatchedVllm.options, "--max-model-len", "1600")
+    options += ("--block-size", "32", "--num-gpu-blocks-override", "51")  # a prompt of that length takes 50
+    copies, preempts = 6, True

@@ -12,127 +12,44 @@ states that vLLM captured meanwhile, with what vLLM serves. The exit status is 1
 import argparse
 import os
 import shutil
-import time
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
-
-from infra.serving.engines import EngineAnswer, ExportedDraft, LlamaCpp, ServingEngine, Vllm
+from infra.serving.engines import (
+    BatchedVllm,
+    EngineAnswer,
+    ExportedDraft,
+    LlamaCpp,
+    PreemptingVllm,
+    ServingEngine,
+    Vllm,
+)
+from infra.serving.local import TOKENS, WITH_LOOKUP, LocalAnswer, LocalDecoding, draft_of, make_release
 from infra.serving.tiny import DRAFTS, make_tiny_target
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.provenance import RECIPE as RECIPE_FILE
 from pipeline.artifacts.provenance import hardware
 from pipeline.basics.embedded import human_eval_prompts
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, write_json
-from pipeline.decoding.config import LoadedMethod, Method, TreeConfig, chain
-from pipeline.decoding.generate import Generation, Sampling, decode_plain, decode_speculative
-from pipeline.decoding.replay import count_acceptance
-from pipeline.drafts import DraftConfig, make
 from pipeline.drafts.native.mtp import MtpConfig
-from pipeline.drafts.parts.layers import draft_shapes
-from pipeline.drafts.prompt_lookup import PromptLookupConfig
-from pipeline.drafts.small_model import SmallLlamaConfig, SmallModel, SmallModelConfig
-from pipeline.features.engines import open_source
-from pipeline.features.source import GenerationPrompt
 from pipeline.lm.chat import prompt_ids
-from pipeline.lm.model import Target, fingerprint, load_reader, load_tokenizer, locate_target
-from pipeline.lm.states import States
+from pipeline.lm.model import load_tokenizer, locate_target
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry, markdown
-from pipeline.serving.export import LOOKUP, chain_length, export, has_lookup, vllm_method
+from pipeline.serving.export import chain_length, export, has_lookup, vllm_method
 
 SERVE = ROOT / "infra/recipes/serve.toml"
-CHAIN, TOKENS, PROMPTS = 3, 40, 20
-LOOKUP_CHAIN, WITH_LOOKUP = 8, f" + {LOOKUP}"  # tokens of a chain with copied ones, at most
+PROMPTS = 20
+LOOKS_UP = ("jakiro", "eagle3")  # drafts that also have a row with prompt lookup
+BATCHED = ("jakiro", "jakiro3", "jakiro" + WITH_LOOKUP)  # methods that tiny targets also serve to several at once
+HEAD_BY_HEAD = "hydra"  # we count each of its heads as a forward, the plug-in only the layer's
 ESTIMATE = "the estimate along its answers"
 COLUMNS = ["engine", "draft", "same tokens: plain, chain", "same counts", "tau: ours, served"]
+COLUMNS += ["draft forwards a round: ours, served"]
 COLUMNS += ["tokens/s: ours plain, served plain, served chain"]
-
-
-def draft_of(method: str) -> str:
-    return method.removesuffix(WITH_LOOKUP)
-
-
-def method_of(name: str, config: DraftConfig) -> Method:
-    """Return a method of this name: the draft's chain, its last tokens from one forward where the draft does so; or the
-    better one of it and of copied tokens.
-    """
-    if name.endswith(WITH_LOOKUP):
-        tree = TreeConfig(depth=CHAIN, siblings="none", nodes=1 + LOOKUP_CHAIN)
-        return Method(secondary=[LOOKUP]).resolve(config, draft_of(name), tree)
-    return Method().resolve(config, name, chain(CHAIN))
-
-
-@dataclass
-class LocalAnswer:
-    """An answer of our own decoding."""
-
-    generation: Generation
-    drafted: list[int]  # draft tokens of each pass
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.generation.tokens
-
-    @property
-    def seconds(self) -> float:
-        return self.generation.seconds
-
-
-class LocalDecoding:
-    """Answers of our own decoding, plain and with each method's chain."""
-
-    def __init__(self, recipe: Recipe, prompts: list[list[int]]):
-        self.target, self.fingerprint = Target(recipe.target, "float32"), fingerprint(recipe.target)
-        self.sampling, self.prompts = Sampling(TOKENS, frozenset(self.target.stop_ids())), prompts
-        self.plain_answers = [LocalAnswer(decode_plain(self.target, ids, self.sampling), []) for ids in self.prompts]
-        self._config = recipe.target
-
-    def method(self, release: Path, exported: Path) -> LoadedMethod:
-        saved, placement = checkpoint.read_config(release), (self.target.device, self.target.dtype)
-        if isinstance(saved.config, SmallLlamaConfig):  # it reads the full text, like any language model
-            self.target.tokenizer.save_pretrained(exported)
-            small = make(SmallModelConfig(model=str(exported)), draft_shapes(self.target.config))
-            assert isinstance(small, SmallModel)
-            reader_config = self._config.model_copy(update={"model": str(exported), "revision": None})
-            small.attach_model(*load_reader(reader_config, *placement), self.target.tokenizer)
-            return LoadedMethod(small, small.config.resolve(chain(CHAIN)))
-        draft = checkpoint.load(release, self.fingerprint).to(*placement)
-        draft.bind(self.target.embed_head(self.fingerprint))
-        return saved.load_method(draft)
-
-    def decode_chains(self, method: LoadedMethod) -> list[LocalAnswer]:
-        """Decode all prompts with the draft's chain. Raise PipelineError if an answer differs from plain decoding's."""
-        answers = []
-        for ids in self.prompts:
-            answer = LocalAnswer(Generation([]), [])
-            count = lambda _, tree, __, drafted=answer.drafted: drafted.append(len(tree.tokens) - 1)  # noqa: E731
-            answer.generation = decode_speculative(self.target, method, ids, self.sampling, count)
-            answers.append(answer)
-        if [answer.tokens for answer in answers] != [answer.tokens for answer in self.plain_answers]:
-            raise PipelineError(f"our chain of {method.draft.name} gives other answers than plain decoding")
-        return answers
-
-    def estimate(self, method: LoadedMethod, python: str) -> tuple[list[EngineAnswer], list[LocalAnswer]]:
-        """Return vLLM's answers and, from the states of the same pass, the acceptance estimated in training."""
-        layers, options = method.draft.needs.auxiliary, {"enforce_eager": True, "max_model_len": 2048}
-        settings = {"engine": "vllm", "engine_python": python, "engine_options": options, "dtype": "float32"}
-        vllm, answers, estimates = open_source(self._config.model_copy(update=settings), layers), [], []
-        for ids in self.prompts:
-            begin = time.perf_counter()
-            (answer,) = vllm.answers([GenerationPrompt(ids)], self.sampling, capture=True)
-            answers.append(EngineAnswer(answer.tokens, 0, 0, len(answer.tokens) - 1, time.perf_counter() - begin))
-            assert isinstance(answer.states_TSD, Tensor)
-            states = States(answer.states_TSD[:, 0], answer.states_TSD[:, 1:], layers)
-            counts = count_acceptance(method, states, [*ids, *answer.tokens], len(ids))
-            generation = Generation(answer.tokens, acceptance=counts, untrimmed_tokens=counts.tokens)
-            estimates.append(LocalAnswer(generation, [CHAIN] * counts.passes))
-        vllm.close()
-        return answers, estimates
 
 
 def _load_questions(recipe: Recipe) -> list[list[int]]:
@@ -140,25 +57,16 @@ def _load_questions(recipe: Recipe) -> list[list[int]]:
     return [prompt_ids(tokenizer, [{"role": "user", "content": text}]) for text in texts]
 
 
-def make_release(recipe: Recipe, name: str, folder: Path) -> Path:
-    """Export the method's trained draft in the form of a release, without figures."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    draft = draft_of(name)
-    trained = recipe.paths.draft(draft)
-    method = method_of(name, recipe.draft[draft])
-    sources: dict[str, DraftConfig] = {LOOKUP: PromptLookupConfig()} if method.secondary else {}
-    checkpoint.export(trained, folder, method, sources, trained / RECIPE_FILE)
-    return folder
-
-
 def make_row(
     engine: ServingEngine,
     name: str,
     local: tuple[list[LocalAnswer], list[LocalAnswer]],
     served: tuple[list[EngineAnswer], list[EngineAnswer]],
+    draft_forwards: float | None,
 ) -> dict:
-    """Compare our answers with an engine's, plain and with the draft's chain, and return the figures."""
+    """Compare our answers with an engine's, plain and with the draft's chain, and return the figures. `draft_forwards`:
+    the engine's in each round, if it counts them.
+    """
     (local_plain, local_chains), (served_plain, served_chains) = local, served
     counts = [engine.counts(answer.generation, answer.drafted, TOKENS) for answer in local_chains]
     return {
@@ -173,10 +81,52 @@ def make_row(
         ),
         "tau_ours": round(_tau(counts), 4),
         "tau_served": round(_tau([answer.counts for answer in served_chains]), 4),
+        "draft_forwards_ours": _draft_forwards(local_chains),
+        "draft_forwards_served": draft_forwards,
         "per_second_ours_plain": round(_speed(local_plain), 1),
         "per_second_plain": round(_speed(served_plain), 1),
         "per_second_chain": round(_speed(served_chains), 1),
     }
+
+
+def make_batched_row(
+    engine: BatchedVllm, name: str, model: str, draft: ExportedDraft, local_chains: list[LocalAnswer], prompts: list
+) -> dict:
+    """Compare our answers with those that the engine gives several of at once. Only sums are counted there. A request
+    that was preempted loses its draft tokens, so counts are compared if none is.
+    """
+    asked, local_answers = prompts * engine.copies, local_chains * engine.copies
+    with engine.serve(model, draft) as address:
+        answers, counts, preemptions = engine.ask_at_once(address, model, asked, TOKENS)
+        forwards = engine.draft_forwards(address)
+    ours = [engine.counts(answer.generation, answer.drafted, TOKENS) for answer in local_answers]
+    sums = tuple(sum(column) for column in zip_longest(*ours, fillvalue=0))
+    return {
+        "engine": f"{engine.name} ({engine.version}), {engine.at_once} at once, {preemptions} preemptions",
+        **({"preemptions": preemptions} if engine.preempts else {"same_counts": len(asked) if sums == counts else 0}),
+        "draft": name,
+        "hardware": hardware("cpu"),
+        "prompts": len(asked),
+        "same_chain": sum(a.tokens == b for a, b in zip(local_answers, answers, strict=True)),
+        "tau_ours": round(_tau(ours), 4),
+        "tau_served": round(_tau([counts]), 4),
+        "draft_forwards_ours": _draft_forwards(local_chains),
+        "draft_forwards_served": forwards,
+    }
+
+
+def differs(row: dict) -> bool:
+    """Return whether tokens, counts or draft forwards differ from ours."""
+    forwards = None if row["draft"].startswith(HEAD_BY_HEAD) else row["draft_forwards_served"]
+    same = {row.get(key, row["prompts"]) for key in ("same_plain", "same_chain", "same_counts")} == {row["prompts"]}
+    return not same or not row.get("preemptions", True) or forwards not in (None, row["draft_forwards_ours"])
+
+
+def _draft_forwards(answers: list[LocalAnswer]) -> float:
+    """Return the draft's forwards in a round."""
+    generations = [answer.generation for answer in answers]
+    passes = sum(generation.acceptance.passes for generation in generations)
+    return sum(generation.draft_forwards for generation in generations) / passes
 
 
 def _trim(answer: EngineAnswer) -> EngineAnswer:
@@ -194,10 +144,14 @@ def _speed(answers: list[EngineAnswer] | list[LocalAnswer]) -> float:
 def table(rows: list[dict]) -> str:
     cells = []
     for row in rows:
-        total = f"of {row['prompts']}"
-        equal = [f"{row['same_plain']} {total}, {row['same_chain']} {total}", f"{row['same_counts']} {total}"]
-        speeds = f"{row['per_second_ours_plain']}, {row['per_second_plain']}, {row['per_second_chain']}"
-        cells.append([row["engine"], row["draft"], *equal, f"{row['tau_ours']:.3f}, {row['tau_served']:.3f}", speeds])
+        total, forwards = f"of {row['prompts']}", row["draft_forwards_served"]
+        plain = f"{row['same_plain']} {total}, " if "same_plain" in row else ""
+        counts = f"{row['same_counts']} {total}" if "same_counts" in row else ""
+        equal = [f"{plain}{row['same_chain']} {total}", counts]
+        taus = f"{row['tau_ours']:.3f}, {row['tau_served']:.3f}"
+        draft_forwards = "" if forwards is None else f"{row['draft_forwards_ours']:g}, {forwards:g}"
+        speeds = ", ".join(str(row[key]) for key in row if key.startswith("per_second"))
+        cells.append([row["engine"], row["draft"], *equal, taus, draft_forwards, speeds])
     return markdown.format_table(COLUMNS, cells)
 
 
@@ -224,8 +178,8 @@ def compare(
         loaded[name] = local.method(release, folder)
         local_chains[name] = local.decode_chains(loaded[name])
 
-    def add(engine: ServingEngine, name: str, *figures: Any) -> None:
-        rows.append(make_row(engine, name, *figures))
+    def add_row(row: dict) -> None:
+        rows.append(row)
         print(table(rows[-1:]).splitlines()[-1], flush=True)
 
     for engine in engines:
@@ -234,13 +188,25 @@ def compare(
         for name in (name for name in methods if engine.takes(recipe.draft[draft_of(name)], name != draft_of(name))):
             with engine.serve(served_model[name], exported[name]) as address:
                 served_chains = [engine.ask(address, served_model[name], ids, TOKENS) for ids in local.prompts]
-            add(engine, f"{name}{suffix}", (local.plain_answers, local_chains[name]), (served_plain, served_chains))
+                forwards = engine.draft_forwards(address)
+            served = served_plain, served_chains
+            chains = local.plain_answers, local_chains[name]
+            add_row(make_row(engine, f"{name}{suffix}", chains, served, forwards))
             if isinstance(engine, Vllm) and name in recipe.draft and recipe.draft[name].kind == "eagle3":
                 answers, estimates = local.estimate(loaded[name], engine.python)
                 # Tokens that vLLM accepts after an answer's end are in no text.
                 trimmed = [_trim(answer) for answer in served_chains]
-                add(engine, f"{name}{suffix}: {ESTIMATE}", (local.plain_answers, estimates), (answers, trimmed))
+                chains, served = (local.plain_answers, estimates), (answers, trimmed)
+                add_row(make_row(engine, f"{name}{suffix}: {ESTIMATE}", chains, served, None))
+            if isinstance(engine, Vllm) and name in BATCHED and suffix:
+                for batched in (BatchedVllm(engine.folder, engine.work), PreemptingVllm(engine.folder, engine.work)):
+                    chains = exported[name], local_chains[name], local.prompts
+                    add_row(make_batched_row(batched, f"{name}{suffix}", model, *chains))
     return rows
+
+
+def with_lookup(drafts: Iterable[str]) -> list[str]:
+    return [*drafts, *(f"{name}{WITH_LOOKUP}" for name in drafts if name in LOOKS_UP)]
 
 
 def main() -> None:
@@ -253,15 +219,13 @@ def main() -> None:
     work.mkdir(parents=True)
     os.environ |= Vllm.environment  # for the engine that captures
     engines: list[ServingEngine] = [LlamaCpp(folder, work), Vllm(folder, work)]
-    rows = compare(recipe, recipe.trained, _load_questions(recipe), engines, work)
+    rows = compare(recipe, with_lookup(recipe.trained), _load_questions(recipe), engines, work)
     for kind, drafts in DRAFTS.items():
         tiny_recipe, prompts = make_tiny_target(SERVE, kind, TOKENS, work)
-        rows += compare(tiny_recipe, list(drafts), prompts, engines, work, suffix=f"-{kind}")
+        rows += compare(tiny_recipe, with_lookup(drafts), prompts, engines, work, suffix=f"-{kind}")
     write_json(recipe.paths.run / "parity.json", {"rows": rows, "table": table(rows)})
     print(table(rows))
-    mismatches = [
-        row for row in rows if not row["same_plain"] == row["same_chain"] == row["same_counts"] == row["prompts"]
-    ]
+    mismatches = [row for row in rows if differs(row)]
     if mismatches:
         raise PipelineError(
             f"{len(mismatches)} of {len(rows)} rows differ from what we measured: see runs/serve/parity.json"

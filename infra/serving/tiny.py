@@ -1,6 +1,7 @@
 """Tiny targets with features that the embedded target lacks, each with an EAGLE-3 draft trained on its answers, and
-with drafts that would take long to train for the embedded target: P-EAGLE, DFlash, Medusa, a small Llama; EAGLE and
-DFlash with a window. And tiny targets of families that come with an MTP head, which is trained on their answers.
+with drafts that would take long to train for the embedded target: P-EAGLE, DFlash, Medusa, a small Llama, Gumiho and
+Hydra++; EAGLE and DFlash with a window. And tiny targets of families that come with an MTP head, which is trained on
+their answers.
 
 RoPE is scaled from 64 positions on, as in Llama 3.1 and YaRN; the auxiliary layers are no engine's default, so that an
 engine which reads other layers accepts less; one prompt takes an engine several batches. Weights are random, the
@@ -37,6 +38,8 @@ RATE_AND_STEPS = {
     "small": (2e-3, 4),
     "dflash": (3e-3, 40),
     "mtp": (5e-3, 80),
+    **dict.fromkeys(("jakiro", "jakiro-scalar", "gumiho", "hydra"), (5e-3, 25)),
+    "jakiro3": (1e-2, 6),
 }  # learning rate and steps, if not the default ones
 DEFAULT_RATE_AND_STEPS = (1e-2, 4)
 ROPES: dict[str, dict[str, Any]] = {
@@ -56,6 +59,11 @@ DRAFTS = {  # by the target's RoPE
         "dflash": DFLASH,
         "medusa": '{kind="medusa", heads=3}',
         "small": SMALL,
+        "jakiro": f'{{kind="jakiro", vocabulary={VOCABULARY}}}',
+        "jakiro-scalar": '{kind="jakiro", contrast="scalar"}',
+        "jakiro3": EAGLE_3.replace('"eagle3"', '"jakiro", frame="eagle-3", experts=4'),
+        "gumiho": f'{{kind="gumiho", vocabulary={VOCABULARY}}}',
+        "hydra": '{kind="hydra"}',
     },
     "yarn": {"eagle3": EAGLE_3, "dflash": DFLASH.replace("}", ", window=16}")},
     "mimo": {"mtp": '{kind="mtp", before_norm=true}'},

@@ -117,5 +117,6 @@ def llama_config(draft: DraftModule, weights: dict[str, Tensor]) -> dict[str, An
         "rope_parameters": rope,
         "torch_dtype": str(next(filter(Tensor.is_floating_point, weights.values())).dtype).removeprefix("torch."),
     }
-    slides = {"layer_types": [SLIDING] * layers, "sliding_window": config.window, "use_sliding_window": True}
-    return llama | draft.mlp_config() | (slides if config.window else {})
+    window = getattr(config, "window", None)
+    slides = {"layer_types": [SLIDING] * layers, "sliding_window": window, "use_sliding_window": True}
+    return llama | draft.mlp_config() | (slides if window else {})
