@@ -165,7 +165,7 @@ def facts(draft: Hydra, config_json: dict[str, Any], tensors: Mapping[str, Tenso
             "implementation reads those of the last: only checkpoints of offset 0 can be imported"
         )
     head_facts = facts_of_heads(draft, config_json, tensors)
-    prefix = any(name.startswith(("prefix.", "prefix_embeding_layer.")) for name in tensors)
+    prefix = any(name.startswith(("prefix.", "prefix_embeding_layer.", "layers.")) for name in tensors)
     return head_facts and head_facts | {"prefix": (prefix, draft.config.prefix)}
 
 

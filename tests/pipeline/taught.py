@@ -22,6 +22,7 @@ from pipeline.drafts.parallel.medusa import MedusaConfig
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
 from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.drafts.parts.one_layer import OneLayerConfig
+from pipeline.drafts.prompt_lookup import PromptLookupConfig
 from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.features.batch import collate
 from pipeline.features.schema import TextRow
@@ -215,9 +216,12 @@ def teach(draft, target, prompt, answer, steps=150):
 
 
 def write_release(folder, draft, recipe, name, method, facts=None):
-    """A release's folder as far as decoding goes, of the recipe's draft `name` and its method."""
+    """A release's folder as far as decoding goes, of the recipe's draft `name` and its method, whose secondary sources
+    are prompt lookup.
+    """
     draft_folder = recipe.paths.draft(name)
     checkpoint.save(draft_folder, draft, draft.state_dict(), recipe, name, facts or {})
     folder.mkdir()
-    checkpoint.export(draft_folder, folder, method, {}, draft_folder / RECIPE)
+    secondary = {source: PromptLookupConfig() for source in method.secondary}
+    checkpoint.export(draft_folder, folder, method, secondary, draft_folder / RECIPE)
     return folder

@@ -15,10 +15,11 @@ from eval.tune import list_trees
 from infra.plan.memory import count_state_bytes
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.config import LoadedMethod, TreeConfig, chain
-from pipeline.decoding.contract import CandidatePool, RoundInput
+from pipeline.decoding.contract import RoundInput
 from pipeline.decoding.generate import Sampling, decode_plain, decode_speculative
+from pipeline.decoding.pools import CandidatePool, merge
 from pipeline.decoding.replay import count_acceptance
-from pipeline.decoding.sources import Sources, merge
+from pipeline.decoding.sources import Sources
 from pipeline.decoding.tree import Tree, build_tree
 from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.drafts.prompt_lookup import PromptLookup, PromptLookupConfig
@@ -183,10 +184,10 @@ def test_two_chains_of_two_sources_give_the_better_one():
     """The draft's chain is likelier at first, the copied one further on: the length decides."""
     drafted = CandidatePool([7, 8], [0, 1], [0.0, 0.0]), [0.6, 0.1]
     copied = CandidatePool([5, 6, 9], [0, 1, 2], [0.0] * 3), [0.4, 0.4, 0.4]
-    merged, device = merge([drafted, copied]), torch.device("cpu")
-    assert merged.tree(1, 2, device, chain=True).tokens == [1, 7]
-    assert merged.tree(1, 3, device, chain=True).tokens == [1, 5, 6]
-    assert merged.tree(1, 9, device, chain=True).tokens == [1, 5, 6, 9]
+    merged = merge([drafted, copied])
+    assert merged.likeliest(2, chain=True) == ([7], [0])
+    assert merged.likeliest(3, chain=True) == ([5, 6], [0, 1])
+    assert merged.likeliest(9, chain=True) == ([5, 6, 9], [0, 1, 2])
 
 
 @pytest.fixture

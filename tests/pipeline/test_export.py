@@ -12,15 +12,18 @@ from pipeline.__main__ import main
 from pipeline.artifacts import checkpoint
 from pipeline.artifacts.imported import import_draft
 from pipeline.basics.errors import PipelineError
-from pipeline.decoding.config import LoadedMethod, Method, chain
+from pipeline.decoding.config import LoadedMethod, Method, TreeConfig, chain
 from pipeline.decoding.generate import Sampling, decode_plain, decode_speculative
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config, Eagle3FrameConfig
-from pipeline.drafts.jakiro import PLUG_IN, ExpertsConfig, JakiroConfig, JakiroOnEagle3Config
+from pipeline.drafts.gumiho import GumihoConfig
+from pipeline.drafts.hydra import HydraConfig
+from pipeline.drafts.jakiro import ExpertsConfig, JakiroConfig, JakiroOnEagle3Config
 from pipeline.drafts.parallel.dflash import IN_TRANSFORMERS, DFlashConfig
 from pipeline.drafts.parallel.dspark import DSparkConfig
 from pipeline.drafts.parallel.medusa import MedusaConfig
 from pipeline.drafts.parallel.p_eagle import PEagleConfig
+from pipeline.drafts.parts.names import PLUG_IN
 from pipeline.drafts.small_model import SmallLlamaConfig
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target, fingerprint
@@ -80,6 +83,17 @@ MARKOV = {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"}
 MUSE = DFLASH - {*IN_TRANSFORMERS} | {*IN_TRANSFORMERS.values()}
 BY_LAYER = {name.replace("midlayer.", "layers.0.") for name in REDUCED}
 OUR_ARCHITECTURES = "EagleJakiroForCausalLM", "JakiroForCausalLMEagle3"
+GUMIHO = EAGLE | {f"layers.1.{name}" for name in LAYER | {"input_layernorm.weight"}}
+GUMIHO |= {
+    f"mlp.{number}.{place}.{'0' if place == 0 else 'linear'}.{part}"
+    for number in range(5)
+    for place in range(6)
+    for part in ("weight", "bias")
+}
+HYDRA = {f"layers.0.{name}" for name in LAYER | {"input_layernorm.weight"}} | {"norm.weight"}
+HYDRA |= {f"heads.{k}.{n}.linear.{part}" for k in range(3) for n in range(2) for part in ("weight", "bias")}
+HYDRA |= {f"heads.{k}.0.res_connection.{part}" for k in range(3) for part in ("weight", "bias")}
+HYDRA |= {f"own.{k}.weight" for k in range(3)}
 CASES = {  # settings, engine -> architecture, names
     "eagle to vllm": (EagleConfig(window=64), "vllm", "LlamaForCausalLM", EAGLE),
     "eagle to sglang": (EagleConfig(), "sglang", "LlamaForCausalLMEagle", EAGLE | {"fc.bias"}),
@@ -109,6 +123,13 @@ CASES = {  # settings, engine -> architecture, names
         OUR_ARCHITECTURES[1],
         with_experts(EAGLE_3) | {"d2t", "t2d"},
     ),
+    "gumiho to vllm": (
+        GumihoConfig(vocabulary=100),
+        "vllm",
+        "EagleGumihoForCausalLM",
+        GUMIHO | {"draft_token_ids"},
+    ),
+    "hydra to vllm": (HydraConfig(heads=3, blocks=2), "vllm", "EagleHydraForCausalLM", HYDRA),
     "eagle3.1 to vllm": (EAGLE_3_1_CONFIG, "vllm", "LlamaForCausalLMEagle3", REDUCED | FC_NORMS),
     "eagle3 of speculators to vllm": (
         SPECULATORS_CONFIG,
@@ -138,10 +159,10 @@ def recipe(deep_target, tmp_path):
 def released(recipe, deep_target, tmp_path):
     """A factory: released(settings) -> the folder of a release with random weights."""
 
-    def factory(settings):
+    def factory(settings, method=None):
         target = deep_target[0]
         draft = make_draft(target, target.embed_head(fingerprint(recipe.target)), settings)
-        method = Method(draft="jakiro", tree=settings.resolve(chain(3)))
+        method = method or Method(draft="jakiro", tree=settings.resolve(chain(3)))
         return write_release(tmp_path / "release", draft, recipe, "jakiro", method)
 
     return factory
@@ -169,6 +190,7 @@ def test_names_and_settings_are_the_engines_and_an_import_gives_the_same_bytes(r
     assert config["architectures"] == [architecture] and set(weights) == names
     layer = config.get("transformer_layer_config", config)
     layers = settings.layers if isinstance(settings, DFlashConfig | PEagleConfig) else 1
+    layers = 2 if isinstance(settings, GumihoConfig) else layers
     assert (layer["num_hidden_layers"], layer["hidden_size"], layer["vocab_size"]) == (layers, 32, 260)
     assert [f"torch.{layer['torch_dtype']}"] == sorted(
         {str(x.dtype) for x in weights.values() if x.is_floating_point()}
@@ -191,6 +213,9 @@ def test_names_and_settings_are_the_engines_and_an_import_gives_the_same_bytes(r
         expected = (settings.experts, experts_per_token, rows, settings.vocabulary, width)
         keys = "num_experts", "num_experts_per_tok", "gate_rows", "reduced_vocabulary", "intermediate_size"
         assert tuple(config[key] for key in keys) == expected
+        levels = 1 if settings.contrast == "none" else 2
+        assert (config["contrast"], config["parallel"]) == (settings.contrast, levels)
+    if architecture.removeprefix("Eagle")[:6] in ("Jakiro", "Gumiho", "HydraF"):
         assert PLUG_IN in lines[1] and "vllm serve" in lines[2]
     if isinstance(settings, DFlashConfig):
         inner = config if engine == "transformers" else config["dflash_config"]
@@ -222,6 +247,32 @@ def test_names_and_settings_are_the_engines_and_an_import_gives_the_same_bytes(r
     assert set(released_weights) | ({"fc.bias"} & set(weights)) == set(back)
     for name, tensor in released_weights.items():
         assert torch.equal(back[name], tensor) and back[name].dtype == tensor.dtype, name
+
+
+@pytest.mark.parametrize(
+    ("settings", "architecture"),
+    [
+        (EagleConfig(), "EaglePromptLookupForCausalLM"),
+        (Eagle3Config(), "PromptLookupForCausalLMEagle3"),
+        (JakiroConfig(), OUR_ARCHITECTURES[0]),
+        (ON_EAGLE_3, OUR_ARCHITECTURES[1]),
+        (GumihoConfig(), "EagleGumihoForCausalLM"),
+    ],
+)
+@pytest.mark.parametrize("own", [True, False], ids=["of the release", "asked for"])
+def test_vllm_looks_the_prompt_up_too(released, imported, tmp_path, settings, architecture, own):
+    """The draft drafts as deep as in the release's tree; a chain has as many tokens as that tree below its root."""
+    tree = TreeConfig(depth=3, top_k=2, nodes=7)
+    method = Method(draft="jakiro", tree=settings.resolve(tree), secondary=["prompt-lookup"] if own else [])
+    release, out = released(settings, method), tmp_path / "out"
+    lines = export(release, "vllm", out, prompt_lookup=not own)
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == [architecture] and config["prompt_lookup"] == 3
+    assert PLUG_IN in lines[1]
+    assert '"disable_padded_drafter_batch": true' in lines[2] and '"num_speculative_tokens": 6}' in lines[2]
+    export(release, "vllm", tmp_path / "plain", prompt_lookup=False)
+    assert ("prompt_lookup" in json.loads((tmp_path / "plain/config.json").read_text())) is own
+    imported(out, settings)
 
 
 def test_sglang_counts_the_layers_of_gpt_oss_as_vllm_does(released, imported, tmp_path):
@@ -375,6 +426,9 @@ def test_the_embeddings_scale_is_in_fc_and_the_chain_is_the_same(released, impor
             "vocabulary=100: vLLM requires the target's full vocabulary",
         ),
         (MedusaConfig(own_head=False), "vllm", "own_head=False: vLLM's heads are their own"),
+        (HydraConfig(prefix=False), "vllm", "prefix=false: vLLM requires a draft with a layer of attention"),
+        (HydraConfig(vocabulary=100), "vllm", "vocabulary=100: vLLM requires the target's full vocabulary"),
+        (GumihoConfig(fc_bias=True), "vllm", "vLLM has no bias there"),
     ],
 )
 def test_what_an_engine_cannot_take_is_refused_and_nothing_is_written(released, tmp_path, settings, engine, message):

@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding import replay
 from pipeline.decoding.config import LoadedMethod, TreeConfig
-from pipeline.decoding.contract import CandidatePool, RoundInput
+from pipeline.decoding.contract import RoundInput
 from pipeline.decoding.generate import Sampling, decode_plain, decode_speculative
-from pipeline.decoding.sources import Sources, merge
+from pipeline.decoding.pools import CandidatePool, merge
+from pipeline.decoding.sources import Sources
+from pipeline.decoding.tree import build_tree
 from pipeline.drafts import make
 from pipeline.drafts.parts.layers import draft_shapes
 from pipeline.drafts.prompt_lookup import PromptLookupConfig
@@ -24,7 +26,7 @@ RIGHT = CandidatePool([5, 9, 7], [0, 1, 0], [2.0, 2.0, 1.0])
 
 
 def tree_of(merged, nodes):
-    return paths_of(merged.tree(1, nodes, torch.device("cpu")))[1:]
+    return paths_of(build_tree(1, *merged.likeliest(nodes), torch.device("cpu")))[1:]
 
 
 def test_the_same_token_below_the_same_node_is_one_node():
@@ -61,11 +63,9 @@ def unique(rows):
 def test_any_first_part_of_the_order_is_a_tree_and_ranks_say_what_it_holds(first, second, nodes):
     first, second = unique(first), unique(second)
     merged = merge([(first, first.scores), (second, second.scores)])
-    tree = merged.tree(99, nodes, torch.device("cpu"))
-    paths = paths_of(tree)
+    paths = [(), *tree_of(merged, nodes)]
     assert len(set(paths)) == len(paths) == min(nodes, len(merged.tokens) + 1)
-    everything = paths_of(merged.tree(99, 99, torch.device("cpu")))
-    for path in everything[1:]:
+    for path in tree_of(merged, 99):
         ranks = merged.ranks([*path, 7])
         assert len(ranks) == len(path)
         assert sum(rank < nodes - 1 for rank in ranks) == sum(

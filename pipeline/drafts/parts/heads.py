@@ -75,7 +75,9 @@ def facts(draft: HeadsDraft, config_json: dict[str, Any], tensors: Mapping[str, 
     if not heads:
         return {}
     head_tensors = [
-        name for name in tensors if re.match(r"(hydra_)?lm_heads?\.|(medusa_head\.)?\d+\.\d+\.(weight|bias)$", name)
+        name
+        for name in tensors
+        if re.match(r"(hydra_)?lm_heads?\.|own\.|(medusa_head\.)?\d+\.\d+\.(weight|bias)$", name)
     ]
     stated = {
         "heads": len(heads),

@@ -1,0 +1,190 @@
+"""The plug-in's drafting in vLLM, with a stand-in for vLLM's proposer: forwards, rows, probabilities, chains. `make
+serve-test` compares the counts of the real one with ours.
+"""
+
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.basics.files import ROOT
+from pipeline.decoding import pools
+
+WIDTH, VOCABULARY = 4, 6
+PACKAGE = ROOT / "infra/vllm_jakiro"
+
+
+class StandIn:
+    """vLLM's proposer of EAGLE drafts, as far as ours uses it."""
+
+    def __init__(self, model, probabilistic=False, padded=True):
+        self.model, self._enable_probabilistic_draft_probs = model, probabilistic
+        self.speculative_config = SimpleNamespace(disable_padded_drafter_batch=not padded)
+        self.arange, self.asked = torch.arange(16), []
+
+    def initialize_attn_backend(self, *_):
+        return "initialised"
+
+    def prepare_next_token_ids_cpu(self, sampled, requests, batch, *_):
+        return torch.tensor([tokens[-1] if tokens else 0 for tokens in sampled])
+
+    def set_inputs_first_pass(self, *_, **__):
+        return 9, torch.tensor([3, 7]), None
+
+    def _greedy_sample(self, hidden):
+        return self.model.compute_logits(hidden).argmax(-1)
+
+    def _sample_draft_tokens(self, hidden, _):
+        if not self._enable_probabilistic_draft_probs:
+            return self._greedy_sample(hidden), None
+        return hidden.argmax(-1), hidden.softmax(-1)
+
+    def propose(self, count, *, sampling_metadata, **_):
+        self.asked.append(count)
+        self.num_speculative_tokens = count
+        self.set_inputs_first_pass()
+        outputs = [self._sample_draft_tokens(torch.eye(VOCABULARY)[[n, n + 1]], None) for n in range(count)]
+        self._last_draft_probs = torch.stack([probs for _, probs in outputs], 1) if outputs[0][1] is not None else None
+        return torch.stack([tokens for tokens, _ in outputs], dim=1)
+
+
+@pytest.fixture
+def proposer(monkeypatch):
+    """The plug-in's module `proposer` with the stand-in."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "vllm_jakiro")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name, names in {
+        "vllm": {},
+        "vllm.distributed": {"get_tensor_model_parallel_rank": lambda: 1},  # not the rank that counts
+        "vllm.v1": {},
+        "vllm.v1.spec_decode": {},
+        "vllm.v1.spec_decode.eagle": {"EagleProposer": type("EagleProposer", (StandIn,), {})},
+    }.items():
+        module = ModuleType(name)
+        vars(module).update(names)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.syspath_prepend(str(PACKAGE))
+    monkeypatch.setattr("prometheus_client.Counter", lambda *_: SimpleNamespace())
+    import vllm_jakiro.proposer as module
+
+    module.install()
+    yield module
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_jakiro"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.fixture
+def make(proposer):
+    """A factory: make(forwards of a count, prompt lookup, ...) -> a proposer of vLLM's whose model is loaded."""
+
+    class Model(proposer.FurtherTokens):
+        def __init__(self, forwards, lookup):
+            self.count_forwards, self.calls = forwards, []
+            self.config = SimpleNamespace(prompt_lookup=lookup)
+
+        def compute_logits(self, hidden):
+            return hidden
+
+        def ahead(self, rows, tokens):
+            self.calls.append((rows.tolist(), tokens.tolist()))
+            return torch.eye(VOCABULARY)[[5 - tokens.shape[1], 0]]
+
+    def factory(forwards, lookup=None, **options):
+        base = sys.modules["vllm.v1.spec_decode.eagle"].EagleProposer
+        made = base(Model(forwards, lookup), **options)
+        assert made.initialize_attn_backend() == "initialised" and type(made) is proposer.Proposer
+        return made
+
+    return factory
+
+
+def test_a_proposer_of_another_draft_stays_vllms_own(proposer):
+    base = sys.modules["vllm.v1.spec_decode.eagle"].EagleProposer
+    made = base(SimpleNamespace())
+    made.initialize_attn_backend()
+    assert type(made) is base
+
+
+def test_the_last_token_comes_from_the_last_forward(make):
+    made = make(lambda count: count - 1)
+    assert made.propose(3, sampling_metadata=None).tolist() == [[0, 1, 3], [1, 2, 0]]
+    assert made.asked == [2] and made.num_speculative_tokens == 3
+    assert made.model.calls == [([0, 1], [[0, 1], [1, 2]])]
+
+
+def test_two_tokens_of_one_forward_are_of_the_rows_that_it_sampled(make):
+    made = make(lambda count: count - 1)
+    assert made.propose(2, sampling_metadata=None).shape == (2, 2)
+    assert made.asked == [1] and made.model.calls == [([3, 7], [[0], [1]])]
+
+
+def test_each_further_token_sees_those_before(make):
+    made = make(lambda count: min(count, 2))
+    assert made.propose(4, sampling_metadata=None).tolist() == [[0, 1, 3, 2], [1, 2, 0, 0]]
+    assert made.asked == [2] and [len(tokens[0]) for _, tokens in made.model.calls] == [2, 3]
+
+
+def test_the_probabilities_of_drawn_tokens_go_along(make):
+    made = make(lambda count: count - 1, probabilistic=True)
+    tokens = made.propose(3, sampling_metadata=None)
+    probs = made._last_draft_probs
+    assert probs.shape == (2, 3, VOCABULARY) and torch.equal(probs.argmax(-1), tokens)
+    assert torch.equal(probs[:, 2], torch.eye(VOCABULARY)[[3, 0]].softmax(-1))
+
+
+def ask(made, texts, sampled, limit):
+    """One round, after these tokens were sampled for the requests of these texts."""
+    width = max(map(len, texts.values()))
+    rows = np.array([[*text, *[-1] * (width - len(text))] for text in texts.values()])
+    batch = SimpleNamespace(
+        req_ids=list(texts), token_ids_cpu=rows, num_tokens_no_spec=[len(text) for text in texts.values()]
+    )
+    made.prepare_next_token_ids_cpu(sampled, dict.fromkeys(texts), batch, {})
+    return made.propose(limit, sampling_metadata=None)
+
+
+def test_each_request_gets_the_better_chain_of_its_draft_and_its_text(make):
+    """The second text repeats itself, so its copy is longer and likelier than the draft's two tokens; the third is in a
+    part of its prefill. A chain of vLLM's is that of our own decoding.
+    """
+    made = make(lambda count: count, lookup=2, padded=False)
+    repeated = [50, 51, 52, 53, 54, 55, 50, 51, 52]
+    chains = ask(made, {"a": [10, 11, 12], "b": repeated}, [[12], [52]], 5)
+    assert chains == [[0, 1], [53, 54, 55, 50, 51]]
+    assert made.asked == [2]
+    chains = ask(made, {"b": [*repeated, 53, 54, 9], "c": [1, 2]}, [[53, 54, 9], []], 5)
+    assert chains == [[0, 1], []]
+    index = pools.SuffixIndex()
+    index.extend(repeated)
+    copied = pools.copy_continuations([(repeated, *match) for match in index.matches(repeated)])
+    chances = [pools.copy_probability(*at) for at in zip(copied.depths(), copied.scores, strict=True)]
+    scores = torch.eye(VOCABULARY)[0].log_softmax(-1).max().item() * torch.arange(1, 3)
+    drafted = pools.CandidatePool([1, 2], [0, 1], scores.tolist())
+    merged = pools.merge([(drafted, scores.exp().tolist()), (copied, chances)])
+    assert merged.chain_tokens(5) == [53, 54, 55, 50, 51]
+
+
+def test_a_finished_requests_text_is_dropped(make):
+    made = make(lambda count: count, lookup=1, padded=False)
+    ask(made, {"a": [1, 2], "b": [3, 4]}, [[2], [4]], 2)
+    ask(made, {"b": [3, 4, 5], "c": [6, 7]}, [[5], [7]], 2)
+    assert list(made._lookup._texts) == ["b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({}, "disable_padded_drafter_batch"), ({"padded": False, "probabilistic": True}, "draft_sample_method")],
+)
+def test_settings_that_prompt_lookup_does_not_support_are_refused(make, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(lambda count: count, lookup=2, **options)
+
+
+def test_the_plug_in_has_the_pipelines_pools_which_require_the_standard_library_alone(tmp_path):
+    link = PACKAGE / "vllm_jakiro/pools.py"
+    assert link.is_symlink() and link.resolve() == ROOT / "pipeline/decoding/pools.py"
+    alone = [sys.executable, "-I", "-S", "-c", f"exec(open({str(link)!r}).read())"]
+    subprocess.run(alone, cwd=tmp_path, check=True)
