@@ -235,7 +235,7 @@ def main() -> None:
     folder, recipe = locate_release(arguments.place)
     release = folder.absolute()
     saved = checkpoint.read_config(release)
-    plug_in = required_plug_in(saved.config, engine)
+    plug_in = required_plug_in(saved, engine)
     if llama_cpp:
         program = find_llama_cpp(arguments.llama_server, llama_cpp)
     else:

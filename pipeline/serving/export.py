@@ -97,11 +97,11 @@ def vllm_method(config: DraftConfig) -> dict[str, Any]:
     return dict(DRAFTS[kind_key(config)].names.method)
 
 
-def required_plug_in(config: DraftConfig, engine: str) -> str:
-    """Return the folder, from the project's root, of the plug-in that the engine requires for this draft; empty if it
+def required_plug_in(saved: checkpoint.CheckpointConfig, engine: str) -> str:
+    """Return the folder, from the project's root, of the plug-in that the engine requires for a draft; empty if it
     requires none. Raise PipelineError for a draft that the engine cannot load.
     """
-    return _form_of(config, engine)[1].plug_in
+    return _form_of(saved.config, engine)[1].plug_in
 
 
 def _form_of(config: DraftConfig, engine: str) -> tuple[Names, FileFormat]:
@@ -199,7 +199,7 @@ LAUNCH_COMMANDS = {
 
 
 def _launch(saved: checkpoint.CheckpointConfig, engine: str, out: Path) -> list[str]:
-    plug_in = required_plug_in(saved.config, engine)
+    plug_in = required_plug_in(saved, engine)
     install = [f"pip install {plug_in}    # once, into vLLM's environment"] if plug_in else []
     return [*install, format_launch_command(saved, engine, out)]
 
