@@ -208,7 +208,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     """Return this command's arguments, and those after --, which are the engine's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("place", metavar="RELEASE", type=Path, help="a release's folder, or a recipe that has run")
-    parser.add_argument("--python", help="of vLLM's environment; default: next to the program vllm on PATH, or this")
+    parser.add_argument("--python", help="of vLLM's environment; default: the one next to the program vllm")
     parser.add_argument("--llama-cpp", type=Path, metavar="CHECKOUT", help="serve with llama.cpp, of this checkout")
     parser.add_argument("--llama-server", metavar="PROGRAM", help="default: on PATH, or in the checkout's build/bin")
     parser.add_argument(
