@@ -25,7 +25,7 @@ from pipeline.recipe.load import add_override_argument, add_recipe_arguments, lo
 from pipeline.running import entry, stages
 from pipeline.serving.chat import chat
 from pipeline.serving.export import LAUNCH_COMMANDS, export
-from pipeline.serving.load import load, require_release
+from pipeline.serving.load import load, locate_release, require_release
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -44,12 +44,10 @@ def _import(arguments: argparse.Namespace) -> None:
 
 
 def _chat(arguments: argparse.Namespace) -> None:
-    folder, target, device, trust = arguments.place, arguments.target, "auto", arguments.trust_remote_code
-    adapter = arguments.adapter
-    if not folder.is_dir():
-        recipe = load_recipe(str(folder), [])
-        folder, target, device = recipe.paths.release, target or recipe.target.model, recipe.target.device
-        require_release(folder, str(arguments.place))
+    folder, recipe = locate_release(arguments.place)
+    target, device, trust, adapter = arguments.target, "auto", arguments.trust_remote_code, arguments.adapter
+    if recipe is not None:
+        target, device = target or recipe.target.model, recipe.target.device
         trust |= recipe.target.trust_remote_code
         adapter = adapter or recipe.target.adapter
     loaded = load(folder, target, device=device, trust_remote_code=trust, adapter=adapter)

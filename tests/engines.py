@@ -9,13 +9,21 @@ from pipeline.basics.files import ROOT
 ALIVE = "engines"  # folder next to an environment's Python: a file of each engine, with the folder of its states
 
 
-def environment(folder: Path, fault: str = "", version: str = "0.0.0") -> str:
-    """Make an environment and return its Python, which prints some text, as a user's wrapper may."""
+def environment(
+    folder: Path,
+    fault: str = "",
+    version: str = "0.0.0",
+    packages: tuple[str, ...] = ("tests/standin", "infra/vllm_jakiro"),
+    distribution: str = "vllm",
+) -> str:
+    """Make an environment and return its Python, which prints some text, as a user's wrapper may. `packages`: folders
+    of the checkout that it imports from.
+    """
     (folder / ALIVE).mkdir(parents=True)
-    metadata = folder / f"vllm-{version}.dist-info/METADATA"
+    metadata = folder / f"{distribution.replace('-', '_')}-{version}.dist-info/METADATA"
     metadata.parent.mkdir()
-    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
-    paths = os.pathsep.join(map(str, (ROOT / "tests/standin", ROOT / "infra/vllm_jakiro", folder)))
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+    paths = os.pathsep.join(map(str, (*(ROOT / package for package in packages), folder)))
     python = folder / "python"
     python.write_text(
         "#!/bin/sh\necho my environment\nprintf '\\377\\n' >&2\n"

@@ -250,3 +250,9 @@ def test_no_error_shows_a_credential_of_the_environment(monkeypatch, capsys, kin
 def test_a_placeholder_for_a_key_leaves_errors_as_they_are(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "EMPTY")
     assert public_text("the answer is EMPTY") == "the answer is EMPTY"
+
+
+def test_the_current_folder_is_no_password(monkeypatch):
+    """A shell exports it as PWD."""
+    monkeypatch.setenv("PWD", "/home/alice/work")
+    assert public_text("pip install /home/alice/work/infra") == "pip install /home/alice/work/infra"

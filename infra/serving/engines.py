@@ -1,14 +1,12 @@
 """Engines that run on a CPU: starting each on 127.0.0.1, requesting answers, and reading its counts of draft tokens."""
 
 import os
-import signal
 import socket
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +16,7 @@ import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
 from eval.served import Counts, parse_counters
+from infra.serving.process import start_server
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Generation
 from pipeline.drafts import DraftConfig
@@ -94,44 +93,12 @@ class ServingEngine:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         command, extra_environment = self.command(target, draft, port)
-        log = self.work / f"{self.name}.log"
-        with log.open("w") as output:
-            environment = os.environ | extra_environment
-            process = subprocess.Popen(
-                command, stdout=output, stderr=output, env=environment, start_new_session=True, cwd=self.work
-            )
-            try:
-                begin, address = time.monotonic(), f"http://127.0.0.1:{port}"
-                while not _is_healthy(address):
-                    if process.poll() is not None or time.monotonic() - begin > PATIENCE:
-                        raise PipelineError(f"{self.name} did not start: {_find_error(log)}. Its log: {log}")
-                    time.sleep(0.2)
-                yield address
-            finally:
-                _end(process)
-
-
-def _end(process: subprocess.Popen) -> None:
-    """End the process and all its children."""
-    for signum in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signum)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-            return
-
-
-def _find_error(log: Path) -> str:
-    """Return the last line of the log that names an error, or the last line."""
-    lines = log.read_text().splitlines() or ["no message"]
-    return next((line for line in reversed(lines) if "error" in line.lower()), lines[-1])[:400]
-
-
-def _is_healthy(address: str) -> bool:
-    try:
-        return httpx2.get(f"{address}/health", timeout=5).status_code == 200
-    except httpx2.HTTPError:
-        return False
+        environment, address = os.environ | extra_environment, f"http://127.0.0.1:{port}"
+        with (
+            (self.work / f"{self.name}.log").open("wb") as log,
+            start_server(command, environment, address, log, PATIENCE, cwd=self.work),
+        ):
+            yield address
 
 
 def _post(address: str, body: dict[str, Any]) -> dict[str, Any]:

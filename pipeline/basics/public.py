@@ -41,6 +41,7 @@ _SECRET_KEY = re.compile(
 # Environment variables that hold credentials and do not match `_SECRET_KEY`, as HF_TOKEN, OPENAI_API_KEY,
 # AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, WANDB_API_KEY and MLFLOW_TRACKING_PASSWORD do.
 _SECRET_VARIABLES = {"AZURE_STORAGE_CONNECTION_STRING", "PGPASSWORD"}
+_FOLDERS = {"PWD", "OLDPWD"}  # of a shell: the name is no password's
 _SHORTEST = 6  # characters of a credential: servers without authentication receive "EMPTY", "none" and the like
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # control characters, except line breaks and tabs
 _ISSUED = re.compile(  # tokens issued by the Hub, GitHub, GitLab and AWS
@@ -116,7 +117,8 @@ def _secrets() -> list[str]:
     """Return the environment's credentials, verbatim, in JSON and in an address; the longest first, as one may begin
     another.
     """
-    named = (value for name, value in os.environ.items() if _SECRET_KEY.fullmatch(name) or name in _SECRET_VARIABLES)
+    variables = {name: value for name, value in os.environ.items() if name not in _FOLDERS}
+    named = (value for name, value in variables.items() if _SECRET_KEY.fullmatch(name) or name in _SECRET_VARIABLES)
     values = [value for value in map(str.strip, named) if len(value) >= _SHORTEST]
     forms = {form for value in values for form in (value, json.dumps(value)[1:-1], quote(value, safe=""))}
     return sorted(forms, key=len, reverse=True)

@@ -85,7 +85,7 @@ class ReleasedTarget(Untrusted):
         """
         return TargetConfig(
             model=model,
-            revision=self.revision,
+            revision=self.revision if model == self.model else None,
             adapter=self.adapter if self.adapter and ADAPTER.fullmatch(self.adapter) else None,
             template_keywords=self.template_keywords,
             template_date=self.template_date,

@@ -122,6 +122,13 @@ def chain_length(saved: checkpoint.CheckpointConfig, engine: str) -> int:
     return saved.config.levels if names.is_block else tree.depth  # type: ignore[attr-defined]
 
 
+def required_plug_in(saved: checkpoint.CheckpointConfig, engine: str) -> str:
+    """Return the folder, from the project's root, of the plug-in that the engine requires for a draft; empty if it
+    requires none. Raise PipelineError for a draft that the engine cannot load.
+    """
+    return _form_of(saved.config, engine)[1].plug_in or (PLUG_IN if has_lookup(saved, engine) else "")
+
+
 def _form_of(config: DraftConfig, engine: str) -> tuple[Names, FileFormat]:
     """Return the names and the form. Raise PipelineError where the engine has no such draft, or not these settings."""
     kind = kind_key(config)
@@ -169,15 +176,21 @@ def _target_folder(release: Path, target: str | None) -> Path:
     return folder
 
 
+def find_converter(llama_cpp: Path) -> Path:
+    """Return the path of llama.cpp's converter. Raise PipelineError if the folder is no checkout of llama.cpp."""
+    program = llama_cpp / CONVERTER
+    if not program.is_file():
+        raise PipelineError(f"{llama_cpp} holds no {CONVERTER}: --llama-cpp requires a checkout of llama.cpp")
+    return program
+
+
 def convert(llama_cpp: Path, model: Path, out: Path, target: Path | None = None, packages: Iterable[Path] = ()) -> None:
     """Write the file `out` in float32 from a folder of transformers' form. `target`: for a draft, its target's folder;
     `packages`: folders with further Python packages (the converter requires sentencepiece).
 
     Raise PipelineError where the converter is missing or fails; then there is no file.
     """
-    program, building = llama_cpp / CONVERTER, out.with_name(f".{out.name}.tmp")
-    if not program.is_file():
-        raise PipelineError(f"{llama_cpp} holds no {CONVERTER}: --llama-cpp requires a checkout of llama.cpp")
+    program, building = find_converter(llama_cpp), out.with_name(f".{out.name}.tmp")
     command = [sys.executable, str(program), str(model), "--outfile", str(building), "--outtype", "f32"]
     command += ["--target-model-dir", str(target)] if target is not None else []
     search_path = [llama_cpp / "gguf-py", *packages, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -201,10 +214,10 @@ def format_speculative_config(method: dict[str, Any], draft: Path | None, guesse
 LAUNCH_COMMANDS = {
     "vllm": "vllm serve {target} --speculative-config {config}",
     "sglang": (
-        "python -m sglang.launch_server --model-path TARGET --speculative-algorithm {algorithm} "
+        "python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} "
         "--speculative-draft-model-path {out} {chain}--speculative-num-draft-tokens {tokens}"
     ),
-    GGUF: "llama-server -m TARGET.gguf -md {gguf} --spec-type draft-eagle3 --spec-draft-n-max {guesses}",
+    GGUF: "llama-server -m {target} -md {gguf} --spec-type draft-eagle3 --spec-draft-n-max {guesses}",
     TRANSFORMERS: (
         "tokens = model.generate(**inputs, assistant_model=AutoModel.from_pretrained({folder}), "
         'speculation_type="dflash", do_sample=False)'
@@ -214,13 +227,29 @@ LAUNCH_COMMANDS = {
 
 
 def _launch(saved: checkpoint.CheckpointConfig, engine: str, out: Path) -> list[str]:
-    names, form = _form_of(saved.config, engine)
-    looks_up, guesses = has_lookup(saved, engine), chain_length(saved, engine)
-    needs_plug_in = form.plug_in or (looks_up and PLUG_IN)
-    install = [f"pip install {PLUG_IN}    # once, into vLLM's environment"] if needs_plug_in else []
+    plug_in = required_plug_in(saved, engine)
+    install = [f"pip install {plug_in}    # once, into vLLM's environment"] if plug_in else []
+    return [*install, format_launch_command(saved, engine, out)]
+
+
+def format_launch_command(
+    saved: checkpoint.CheckpointConfig, engine: str, out: Path, target: str | None = None, guesses: int | None = None
+) -> str:
+    """Return the command that serves the draft exported to `out`, as a shell reads it. `target`: its folder, file or
+    Hub id; default: a placeholder. `guesses`: draft tokens a pass; default: those of a block, or the tree's depth.
+
+    Raise PipelineError for a draft that the engine cannot load, and for more guesses than a block has.
+    """
+    names, _ = _form_of(saved.config, engine)
+    trained, looks_up = chain_length(saved, engine), has_lookup(saved, engine)
+    guesses = trained if guesses is None else guesses
+    if guesses < 1 or (names.is_block and guesses > trained):
+        most = f" to {trained}, the guesses of its block" if names.is_block else " on"
+        raise PipelineError(f"{guesses} guesses a pass of a draft of kind {kind_key(saved.config)}: expected 1{most}")
     is_head = isinstance(saved.config, MtpConfig)
-    line = LAUNCH_COMMANDS[engine].format(
-        target=shlex.quote(str(out)) if is_head else "TARGET",
+    placeholder = "TARGET.gguf" if engine == GGUF else "TARGET"
+    return LAUNCH_COMMANDS[engine].format(
+        target=shlex.quote(str(out) if is_head else target or placeholder),
         out=shlex.quote(str(out)),
         folder=repr(str(out)),
         gguf=shlex.quote(str(out / DRAFT_GGUF)),
@@ -232,4 +261,3 @@ def _launch(saved: checkpoint.CheckpointConfig, engine: str, out: Path) -> list[
         tokens=guesses + 1,
         guesses=guesses,
     )
-    return [*install, line]

