@@ -26,8 +26,9 @@ from pipeline.basics.files import ROOT
 from pipeline.decoding.config import Method, chain
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config
+from pipeline.drafts.jakiro import JakiroConfig
 from pipeline.drafts.parallel.dflash import DFlashConfig
-from pipeline.drafts.parts.names import PLUG_IN, JakiroConfig
+from pipeline.drafts.parts.names import PLUG_IN
 from pipeline.features.engines.vllm import PACKAGE
 from pipeline.lm.config import TargetConfig
 from pipeline.lm.model import Target, fingerprint

@@ -35,7 +35,8 @@ DOCUMENTED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
 
 @cache
 def trees(folders: tuple[str, ...]) -> dict[Path, ast.Module]:
-    return {path: ast.parse(path.read_text()) for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))}
+    paths = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")) if not path.is_symlink())
+    return {path: ast.parse(path.read_text()) for path in paths}
 
 
 def names(tree: ast.AST) -> Iterator[tuple[str, int]]:

@@ -80,7 +80,7 @@ def proposer(monkeypatch):
 def make(proposer):
     """A factory: make(forwards of a count, prompt lookup, ...) -> a proposer of vLLM's whose model is loaded."""
 
-    class Model(proposer.FurtherTokens):
+    class StandInDraft(proposer.FurtherTokens):
         def __init__(self, forwards, lookup):
             self.count_forwards, self.calls = forwards, []
             self.config = SimpleNamespace(prompt_lookup=lookup)
@@ -88,13 +88,13 @@ def make(proposer):
         def compute_logits(self, hidden):
             return hidden
 
-        def ahead(self, rows, tokens):
+        def predict_next(self, rows, tokens):
             self.calls.append((rows.tolist(), tokens.tolist()))
             return torch.eye(VOCABULARY)[[5 - tokens.shape[1], 0]]
 
     def factory(forwards, lookup=None, **options):
         base = sys.modules["vllm.v1.spec_decode.eagle"].EagleProposer
-        made = base(Model(forwards, lookup), **options)
+        made = base(StandInDraft(forwards, lookup), **options)
         assert made.initialize_attn_backend() == "initialised" and type(made) is proposer.Proposer
         return made
 

@@ -23,7 +23,7 @@ from vllm_jakiro.proposer import FurtherTokens, install
 SERIAL = 2  # forwards of Gumiho's layers in a round
 
 
-class ResBlock(nn.Module):
+class ResidualBlock(nn.Module):
     """A residual block r(x) + SiLU(W x + b); r is linear if the width changes."""
 
     def __init__(self, inputs: int, width: int):
@@ -64,7 +64,7 @@ class EagleGumihoForCausalLM(EaglePromptLookupForCausalLM):
         self.model.mlp = nn.ModuleList(
             nn.Sequential(
                 nn.Sequential(nn.Linear(SERIAL * width, width), nn.SiLU()),
-                *(ResBlock(width, width) for _ in range(self.config.mlp_blocks)),
+                *(ResidualBlock(width, width) for _ in range(self.config.mlp_blocks)),
             )
             for _ in range(self.config.mlps)
         )
@@ -77,7 +77,7 @@ class EagleGumihoForCausalLM(EaglePromptLookupForCausalLM):
     def count_forwards(self, tokens: int) -> int:
         return min(tokens, SERIAL)
 
-    def ahead(self, rows: Tensor, tokens: Tensor) -> Tensor:
+    def predict_next(self, rows: Tensor, tokens: Tensor) -> Tensor:
         fc, place = self.model.fc, tokens.shape[1] - SERIAL
         if place == 0:
             before = fc.joined_TD[rows].clone()
@@ -102,7 +102,9 @@ class PrefixModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         width = config.hidden_size
         self.heads = nn.ModuleList(
-            nn.Sequential(ResBlock((k + 1) * width, width), *(ResBlock(width, width) for _ in range(1, config.blocks)))
+            nn.Sequential(
+                ResidualBlock((k + 1) * width, width), *(ResidualBlock(width, width) for _ in range(1, config.blocks))
+            )
             for k in range(1, config.heads + 1)
         )
 
@@ -153,7 +155,7 @@ class EagleHydraForCausalLM(FurtherTokens, EagleLlamaForCausalLM):
     def count_forwards(self, tokens: int) -> int:
         return min(tokens, 1)
 
-    def ahead(self, rows: Tensor, tokens: Tensor) -> Tensor:
+    def predict_next(self, rows: Tensor, tokens: Tensor) -> Tensor:
         self._place = tokens.shape[1]
         before = self._joined[rows] if self._place == 1 else self._selected
         self._selected = torch.cat([before, self.model.embed(tokens[:, -1].int())], dim=-1)

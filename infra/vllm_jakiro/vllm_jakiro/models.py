@@ -143,7 +143,7 @@ class Hybrid(FurtherTokens):
     def count_forwards(self, tokens: int) -> int:
         return tokens - self._further if tokens > 1 else tokens
 
-    def ahead(self, rows: Tensor, tokens: Tensor) -> Tensor:
+    def predict_next(self, rows: Tensor, tokens: Tensor) -> Tensor:
         return self._layer.post_attention_layernorm.u_TD[rows] + self._layer.mlp.contrast_TD[rows]
 
 
@@ -162,5 +162,5 @@ class JakiroForCausalLMEagle3(Hybrid, PromptLookupForCausalLMEagle3):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.put_experts(vllm_config, prefix)
 
-    def ahead(self, rows: Tensor, tokens: Tensor) -> Tensor:
-        return self.model.norm(super().ahead(rows, tokens))
+    def predict_next(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        return self.model.norm(super().predict_next(rows, tokens))

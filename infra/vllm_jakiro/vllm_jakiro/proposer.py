@@ -28,7 +28,7 @@ class FurtherTokens:
         """Return the forwards that this many draft tokens need."""
         return tokens
 
-    def ahead(self, rows: Tensor, tokens: Tensor) -> Tensor:
+    def predict_next(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """Return the features (requests, D) of the next token. `rows`: each request's row of the last forward; `tokens`
         (requests, n): the draft tokens so far.
         """
@@ -76,7 +76,7 @@ class Proposer(EagleProposer):
         tokens = super().propose(forwards, *inputs, **more)
         rows = self._rows if forwards == 1 else self.arange[: len(tokens)]
         for _ in range(forwards, count):
-            features, probs = self.model.ahead(rows, tokens), self._last_draft_probs
+            features, probs = self.model.predict_next(rows, tokens), self._last_draft_probs
             further, further_probs = self._sample_draft_tokens(features, more["sampling_metadata"])
             tokens = torch.cat([tokens, further.view(-1, 1).to(tokens.dtype)], dim=1)
             if probs is not None and further_probs is not None:
