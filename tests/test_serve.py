@@ -115,9 +115,9 @@ def has_started(python: str) -> bool:
 
 
 def arguments_of(line: str) -> list[str]:
-    """Return the words of a printed command, without variables that it removes."""
+    """Return the words of a printed command, without variables that it removes or sets."""
     words = shlex.split(line)
-    return [word for word in words[words[0] == "env" :] if not word.startswith("--unset=")]
+    return [word for word in words[words[0] == "env" :] if not word.startswith(("--unset=", serve.METRICS))]
 
 
 def option(line: str, name: str) -> str:
@@ -148,7 +148,20 @@ def test_the_command_names_target_and_exported_draft(released, environment, run,
     ]
     assert {path.name for path in Path(draft).iterdir()} == {"config.json", "model.safetensors"}
     plug_in = f", plug-in {PACKAGE}" * requires_plug_in
+    assert (f'{serve.METRICS}="$(mktemp -d)"' in lines[-1]) is requires_plug_in  # for the plug-in's counts
     assert lines[0] == f"engine: vLLM 0.32.0{plug_in}, in {python}" and len(lines) == 3 and not has_started(python)
+
+
+def test_prompt_lookup_is_added_with_a_form_of_its_own(released, environment, run):
+    recipe, python = released(EagleConfig()), environment(packages=WITH_PLUG_IN, version="0.32.0")
+    plain, added = (run(recipe, "--python", python, "--dry-run", *more) for more in ([], ["--prompt-lookup"]))
+    configs = [json.loads(option(lines[-1], "--speculative-config")) for lines in (plain, added)]
+    assert [config.pop("disable_padded_drafter_batch", False) for config in configs] == [False, True]
+    exported = [json.loads((Path(config["model"]) / "config.json").read_text()) for config in configs]
+    assert [config.get("prompt_lookup") for config in exported] == [None, GUESSES]
+    assert serve.METRICS not in plain[-1] and serve.METRICS in added[-1]
+    without = environment(name="without", packages=SERVER)
+    assert "requires the plug-in" in refusal(recipe, "--python", without, "--dry-run", "--prompt-lookup")
 
 
 def test_a_head_is_served_from_the_exported_target(environment, run, tmp_path, monkeypatch):

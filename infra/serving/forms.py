@@ -48,6 +48,7 @@ class Form:
     config: TargetConfig
     llama_cpp: Path | None = None  # the checkout with the converter, for GGUF
     gguf: Path | None = None  # the user's own file of the target
+    prompt_lookup: bool = False
 
     @cached_property
     def folder(self) -> Path | None:
@@ -81,7 +82,7 @@ class Form:
     def _path(self, content: list[str]) -> Path:
         converter = cached_sha256(find_converter(self.llama_cpp)) if self.llama_cpp else None
         target = [self.config.model, self.config.revision, self.identity and asdict(self.identity)]
-        key = json.dumps([revision(), self.engine, converter, target, content])
+        key = json.dumps([revision(), self.engine, self.prompt_lookup, converter, target, content])
         return cache_dir().absolute() / "served" / sha256(key.encode()).hexdigest()[:32]
 
     def write(self) -> Iterator[str]:
@@ -90,7 +91,7 @@ class Form:
             is_complete = self.draft.is_dir() and all(path.exists() for path in self.draft.iterdir())  # links break
             if not is_complete:
                 shutil.rmtree(self.draft, ignore_errors=True)
-                export(self.release, self.engine, self.draft, self.config.model, self.llama_cpp)
+                export(self.release, self.engine, self.draft, self.config.model, self.llama_cpp, self.prompt_lookup)
         yield f"draft: {self.draft}, exported {'earlier' if is_complete else 'now'}"
         if self.llama_cpp is None or self.gguf is not None:
             return

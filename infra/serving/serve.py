@@ -18,6 +18,7 @@ import shutil
 import socket
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from infra.serving.forms import Form, resolve_target
@@ -30,7 +31,7 @@ from pipeline.drafts import kind_key
 from pipeline.features.engines.child import PYTHON_VARIABLES, child_environment
 from pipeline.features.engines.vllm import PACKAGE, find_versions
 from pipeline.running import entry
-from pipeline.serving.export import GGUF, TESTED_VERSIONS, format_launch_command, required_plug_in
+from pipeline.serving.export import GGUF, TESTED_VERSIONS, add_lookup, format_launch_command, required_plug_in
 from pipeline.serving.load import locate_release
 
 VLLM = "vllm"
@@ -46,6 +47,7 @@ CPU_WARNING = (
     "55005); requests without a temperature get 0"
 )
 RESERVED = ("--model", "--host", "--port", "--uds")  # what this command sets and checks
+METRICS = "PROMETHEUS_MULTIPROC_DIR"  # a new folder: with it /metrics also has the plug-in's counts
 QUESTION, ANSWER_TOKENS = "What is a prime number?", 200
 
 
@@ -217,6 +219,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0: for every machine that reaches this one")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--guesses", type=int, metavar="K", help="draft tokens a pass; default: the depth of its tree")
+    parser.add_argument("--prompt-lookup", action="store_true", help="vLLM also copies from the text so far")
     parser.add_argument("--dry-run", action="store_true", help="export the draft, print the command, and start nothing")
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)
@@ -225,6 +228,8 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
         parser.error("--python is vLLM's, and --llama-cpp starts llama.cpp: leave one out")
     if arguments.llama_server and not arguments.llama_cpp:
         parser.error("--llama-server requires --llama-cpp CHECKOUT, whose converter writes the draft")
+    if arguments.prompt_lookup and arguments.llama_cpp:
+        parser.error("--prompt-lookup is of vLLM with our plug-in: leave it out, or leave --llama-cpp out")
     return arguments, words[end + 1 :]
 
 
@@ -235,6 +240,8 @@ def main() -> None:
     folder, recipe = locate_release(arguments.place)
     release = folder.absolute()
     saved = checkpoint.read_config(release)
+    if arguments.prompt_lookup:
+        saved = add_lookup(saved)
     plug_in = required_plug_in(saved, engine)
     if llama_cpp:
         program = find_llama_cpp(arguments.llama_server, llama_cpp)
@@ -245,7 +252,7 @@ def main() -> None:
     if gguf and not gguf.is_file():
         raise PipelineError(f"--target {gguf}: no such file; expected a GGUF file, a folder, or OWNER/NAME of the Hub")
     target = resolve_target(release, None if gguf else arguments.target, recipe)
-    form = Form(release, engine, target, llama_cpp, gguf)
+    form = Form(release, engine, target, llama_cpp, gguf, arguments.prompt_lookup)
     options = [*engine_options(form, saved, arguments), *program.options]
     require_unused(words, {word for word in options if word.startswith("-")}, key)
     if not arguments.dry_run:
@@ -259,14 +266,19 @@ def main() -> None:
         print(f"warning: whoever reaches {arguments.host} sees the paths of the models in /v1/models{remedy}")
     if program.warning:
         print(program.warning)
-    unset = [f"--unset={name}" for name in PYTHON_VARIABLES if name in os.environ]
+    changes = [f"--unset={name}" for name in PYTHON_VARIABLES if name in os.environ]
+    changes += [f'{METRICS}="$(mktemp -d)"'] if plug_in else []
     command = [*program.words, *options, *words]
-    print(shlex.join(["env", *unset, *command] if unset else command), flush=True)
+    print(" ".join([*(["env", *changes] if changes else []), shlex.join(command)]), flush=True)
     if arguments.dry_run:
         return
-    with start_server(command, child_environment(), address.url, sys.stderr.buffer) as server:
-        print(describe_requests(address.url, form.name, key, str(arguments.place) if recipe else "RECIPE"), flush=True)
-        sys.exit(server.wait())
+    with TemporaryDirectory(prefix="jakiro-metrics-") as metrics:
+        variables = child_environment() | ({METRICS: metrics} if plug_in else {})
+        with start_server(command, variables, address.url, sys.stderr.buffer) as server:
+            place = str(arguments.place) if recipe else "RECIPE"
+            print(describe_requests(address.url, form.name, key, place), flush=True)
+            status = server.wait()
+    sys.exit(status)
 
 
 if __name__ == "__main__":

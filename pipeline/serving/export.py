@@ -58,8 +58,10 @@ def export(
     Raise PipelineError for a damaged release, a draft that the engine cannot load, and an `out` that exists.
     """
     saved = checkpoint.read_config(release)
-    if prompt_lookup and not saved.method.secondary:
-        saved = replace(saved, method=replace(saved.method, secondary=[LOOKUP]))
+    saved = add_lookup(saved) if prompt_lookup else saved
+    if prompt_lookup and not has_lookup(saved, engine):
+        kind = kind_key(saved.config)
+        raise PipelineError(f"{engine} has no prompt lookup for drafts of kind {kind}: leave --prompt-lookup out")
     if out.exists():
         raise PipelineError(f"{out} exists already: remove it, or name another folder")
     draft = checkpoint.load(release, saved.target["fingerprint"])
@@ -102,11 +104,17 @@ def list_tested_engines(release: Path) -> dict[str, list[str]]:
     return commands
 
 
+def add_lookup(saved: checkpoint.CheckpointConfig) -> checkpoint.CheckpointConfig:
+    """Return the settings of a release whose method also looks the prompt up."""
+    return replace(saved, method=replace(saved.method, secondary=saved.method.secondary or [LOOKUP]))
+
+
 def has_lookup(saved: checkpoint.CheckpointConfig, engine: str) -> bool:
     """Return whether the exported draft also looks the prompt up, as the release's method does. No engine has the
     corpus of a method.
     """
-    return bool(saved.method.secondary and _form_of(saved.config, engine)[1].with_lookup)
+    has_norms = getattr(saved.config, "qk_norm", False)  # of another layer than the plug-in's
+    return bool(saved.method.secondary and _form_of(saved.config, engine)[1].with_lookup and not has_norms)
 
 
 def vllm_method(config: DraftConfig, looks_up: bool = False) -> dict[str, Any]:

@@ -275,6 +275,15 @@ def test_vllm_looks_the_prompt_up_too(released, imported, tmp_path, settings, ar
     imported(out, settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "engine"), [(P_EAGLE_CONFIG, "vllm"), (QWEN_CONFIG, "vllm"), (EagleConfig(), "sglang")]
+)
+def test_prompt_lookup_that_an_engine_does_not_have_is_refused(released, tmp_path, settings, engine):
+    with pytest.raises(PipelineError, match="has no prompt lookup for drafts of kind"):
+        export(released(settings), engine, tmp_path / "out", prompt_lookup=True)
+    assert not (tmp_path / "out").exists()
+
+
 def test_sglang_counts_the_layers_of_gpt_oss_as_vllm_does(released, imported, tmp_path):
     """SGLang does so since its pull request 32334; the target is recognised by its config.json, or its name."""
     settings, folder = Eagle3Config(), tmp_path / "target"
