@@ -246,8 +246,8 @@ class _Run:
 
     def _average_losses(self, sums: dict[str, dict[str, float]]) -> dict[str, float]:
         """Return the global loss, the next token's classification and agreement and, by term, all averages over trained
-        positions; "agreement" is top-1 against the target (under hard-ce the text), "acceptance" the mean of sum min(p,
-        q).
+        positions, whatever `train.weighting`; "agreement" is top-1 against the target (under hard-ce the text),
+        "acceptance" the mean of sum min(p, q).
         """
         averages: dict[str, float] = {}
         totals = {term.group: int(sums[term.name]["positions"]) for term in self._terms}

@@ -56,6 +56,7 @@ class LossRows:
     inputs: dict[Group, Tensor]  # by group: its inputs
     label_indices: dict[Group, Tensor]  # by group: the indices of its labels in `labels`
     chunk_ends: dict[Group, list[int]]  # by group: the number of its labels before each chunk, and before the end
+    weights: dict[Group, Tensor]  # by group: the weights of its positions, if they are not 1
 
 
 @dataclass
@@ -179,6 +180,7 @@ class Batch:
             dict(zip(inputs, input_parts, strict=True)),
             dict(zip(label_indices, label_parts, strict=True)),
             chunk_ends,
+            {g: to_device(x.weights, self.tokens_BT.device) for g, x in chosen.items() if x.weights is not None},
         )
 
     def sums_by_dialogue(self, values_BTE: Tensor) -> tuple[Tensor, Tensor]:
@@ -234,7 +236,7 @@ def collate_packed(
         scales = {"final_BLD": torch.zeros(long_shape)}
         scales |= {"auxiliary_BTSD": torch.zeros(*shape, len(auxiliary))} if auxiliary else {}
     before, tokens, begins = (torch.zeros(shape, dtype=torch.long) for _ in range(3))
-    chosen: dict[Group, list[tuple[Tensor, Tensor]]] = {}
+    chosen: dict[Group, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
     for b, rows in enumerate(packed):
         begin = place = 0
         for row in rows:
@@ -249,17 +251,23 @@ def collate_packed(
                 states[b, span] = row.auxiliary_TKD[:-1, list(auxiliary)]
             ids = torch.from_numpy(row.input_ids.astype(np.int64))
             before[b, span], tokens[b, span] = ids[:-1], ids[1:]
-            for group, group_positions in next(positions).items():
+            for group, chosen_here in next(positions).items():
                 at = b * inputs + begin
-                chosen.setdefault(group, []).append((group_positions.inputs + at, group_positions.labels + (at - 1)))
+                parts = chosen_here.inputs + at, chosen_here.labels + (at - 1), chosen_here.weights
+                chosen.setdefault(group, []).append(parts)
             begins[b, span] = begin
             if span.stop > begin:  # one token alone is no input
                 begin, place = span.stop, states_span.stop
         begins[b, begin:] = begin
     documents = [[row.doc_id for row in rows] for rows in packed]
-    flat = {group: Positions(*map(torch.cat, zip(*parts, strict=True))) for group, parts in chosen.items()}
+    flat = {group: Positions(*map(_join, zip(*parts, strict=True))) for group, parts in chosen.items()}
     lengths = [[len(row.input_ids) - 1 for row in rows] for rows in packed]
     return Batch(
         final, tokens, flat, totals, begins, states, before,
         documents=documents, lengths=lengths, scales=scales,
     )  # fmt: skip
+
+
+def _join(parts: tuple[Any, ...]) -> Any:
+    """Return the parts as one tensor; None if they are None."""
+    return None if parts[0] is None else torch.cat(parts)

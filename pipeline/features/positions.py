@@ -27,6 +27,7 @@ class Positions:
 
     inputs: Tensor  # [M], int64
     labels: Tensor  # [M]
+    weights: Tensor | None = None  # [M], float32, of the loss at each position; default: 1
 
     def __len__(self) -> int:
         return len(self.inputs)

@@ -144,6 +144,7 @@ class TrainConfig(Section):
     global_batch: Positive = 16  # rows per optimiser step, over all ranks
     micro_batch: Runtime[Positive] = 4  # rows per forward pass of one rank
     pack_tokens: Positive | None = None  # tokens of a row of several dialogues; default: each row is one dialogue
+    weighting: Literal["token", "dialogue"] = "token"  # of which the global batch's loss is the mean
     window: Positive | None = None  # shards whose rows an epoch shuffles together; default: as many as fit in 4 GB
     # Train all drafts at once, a step of each in turn: one pass over the states serves them all.
     together: Runtime[bool] = False

@@ -149,7 +149,9 @@ def sums_of(predictions, batch, head):
         )
         for name, (h, x) in predictions.items()
     ]
-    return compute_term_sums(batches, labels, head)
+    term_losses, figures = compute_term_sums(batches, labels, head)
+    assert all(figures[name][part] == loss for name, parts in term_losses.items() for part, loss in parts.items())
+    return {name: figures[name] | term_losses[name] for name in figures}
 
 
 @pytest.mark.parametrize("rows_per_chunk", [1, 2, 5, 1000])

@@ -10,6 +10,7 @@ from infra.plan.share import Lengths, LengthsStore, working_share
 from pipeline.basics.errors import PipelineError
 from pipeline.drafts import make_objective
 from pipeline.drafts.eagle3 import Eagle3Config
+from pipeline.drafts.jakiro import JakiroConfig
 from pipeline.drafts.parts.attention.chains import ANCHORS
 from pipeline.features.positions import Horizons, trained_mask
 from pipeline.features.schema import FeatureSpec, TextRow
@@ -251,6 +252,33 @@ def test_the_anchors_of_a_step_do_not_depend_on_ranks_or_on_where_a_training_res
     for (_, number), inputs in from_start.items():
         by_dialogue.setdefault(number, set()).add(tuple(inputs))
     assert max(map(len, by_dialogue.values())) > 1  # drawn again at each step
+
+
+@pytest.mark.parametrize("pack_tokens", [None, 20])
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 4), (1, 1), (2, 1)])
+def test_by_dialogue_each_dialogue_of_the_global_batch_has_the_same_weight(store, ranks, micro, pack_tokens):
+    """Where it has a position: the weights of a dialogue's positions add up to N / D, their number in the global batch
+    over the number of dialogues that have one.
+    """
+    settings = config(global_batch=4, micro_batch=micro, pack_tokens=pack_tokens, weighting="dialogue")
+    loaders = [Batches(store, settings, make_objective(JakiroConfig()), Needs(), 5, n, ranks) for n in range(ranks)]
+    lacking, unequal = 0, 0
+    for step in range(6):
+        sums = {1: {}, 2: {}}
+        parts = [part for loader in loaders for part in loader.micro_batches(step)]
+        for part in parts:
+            for horizon, positions in part.positions.items():
+                number_M = part.tokens_BT.flatten()[positions.inputs]  # a dialogue's tokens are its number
+                for number, weight in zip(number_M.tolist(), positions.weights.tolist(), strict=True):
+                    sums[horizon].setdefault(number, []).append(weight)
+        for horizon, by_number in sums.items():
+            total = parts[0].totals[horizon]
+            assert sum(map(len, by_number.values())) == total
+            for weights in by_number.values():
+                assert len(set(weights)) == 1 and sum(weights) == pytest.approx(total / len(by_number), rel=1e-6)
+        lacking += len(dialogues_of(loaders[0], step)) - len(sums[2])
+        unequal += len({len(weights) for weights in sums[1].values()}) > 1
+    assert lacking and unequal
 
 
 def test_totals_count_the_whole_global_batch(store):

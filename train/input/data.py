@@ -14,8 +14,9 @@ import torch
 
 from pipeline.artifacts.features import ShardRequest
 from pipeline.basics.accelerator import pad_width
+from pipeline.drafts.parts.objective import Objective
 from pipeline.features.batch import CPU, Batch, Noise, collate, collate_packed
-from pipeline.features.positions import PositionChooser, count_positions
+from pipeline.features.positions import count_positions
 from pipeline.features.shards import FeatureStore
 from pipeline.lm.model import DTYPES
 from pipeline.lm.states import Needs
@@ -34,7 +35,7 @@ class Batches:
         self,
         store: FeatureStore,
         config: TrainConfig,
-        objective: PositionChooser,
+        objective: Objective,
         needs: Needs,
         seed: int,
         rank: int,
@@ -63,6 +64,9 @@ class Batches:
         seeds = {number: (self._seed, step, number) for row in rows for number in row}  # the same on every rank
         positions = {n: self._objective.positions(texts.ids(n), texts.mask(n), seed) for n, seed in seeds.items()}
         totals = count_positions(list(positions.values()))
+        if self._config.weighting == "dialogue":
+            weighted = self._objective.weight_by_dialogue(list(positions.values()))
+            positions = dict(zip(positions, weighted, strict=True))
         packs, size = self._config.pack_tokens or 0, self._config.micro_batch
         batches = []
         for turn in range(self.accumulation):

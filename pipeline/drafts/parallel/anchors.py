@@ -50,11 +50,11 @@ class BlockObjective(Objective):
             positions[place] = Positions(inputs, inputs + int(place))
         return positions
 
-    def divisor(self, term: Term, totals: dict[Group, int]) -> float:
+    def total_weight(self, term: Term, totals: dict[Group, int]) -> float:
         if self.config.dpace is not None:
-            return max(totals[1], 1)
+            return totals[1]
         terms = self.terms(0)
-        return sum(place_term.weights["classification"] * totals[place_term.group] for place_term in terms) or 1
+        return sum(place_term.weights["classification"] * totals[place_term.group] for place_term in terms)
 
     @torch.no_grad()
     def row_weights(

@@ -10,7 +10,7 @@ A term's loss has up to two parts, each with a weight: "regression", Smooth L1 o
                  in w, the loss would depend on how a global batch is cut)
     l1           0.9 sum |p - q| - 0.1 log q of the text's own token (DSpark); the sum is 2 (1 - a)
 
-p is recomputed from the stored features: no logits are stored.
+p is recomputed from the stored features: no logits are stored. Figures are sums without the loss's weights of rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,6 +37,7 @@ LossKind = Literal["soft-ce", "hard-ce", "acceptance", "l1"]
 # p (m, U), its argmax (m), and the mass of its rows (m, 1), or None if each is 1.
 SoftLabels = tuple[Tensor, Tensor, Tensor | None]
 Teacher = Callable[[Tensor], SoftLabels]  # of features (m, D)
+Sums = dict[str, dict[str, Tensor]]  # by term, then by name
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ class TermBatch:
     offsets: list[int]  # number of these before each chunk, and in total
     share: float  # of its classification in the loss, up to a factor that all terms share
     weights_M: Tensor | None = None  # of each row under hard-ce; 1 by default
+    loss_weights_M: Tensor | None = None  # of each row in the loss, not in the figures; 1 by default
 
 
 @dataclass
@@ -197,15 +199,29 @@ class BiasedHead:
 
 
 def classify(
-    logits: Tensor, kind: LossKind, p: Tensor, best: Tensor, mass: Tensor | None, differentiate: bool
+    logits: Tensor,
+    kind: LossKind,
+    p: Tensor,
+    best: Tensor,
+    mass: Tensor | None,
+    differentiate: bool,
+    weights_m: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the sums over rows of the loss, of agreeing rows and of acceptances; and the loss's gradient with respect
-    to the logits (m, U).
+    """Return the sums over rows of the loss (2), as `sum_rows` does, of agreeing rows and of acceptances; and the
+    gradient of the weighted loss with respect to the logits (m, U).
     """
     log_q = logits.float().log_softmax(-1)
     agree = (log_q.argmax(-1) == best).sum()
-    loss, accept = _KINDS[kind](log_q, p, best, mass, differentiate)  # log_q becomes the gradient
+    loss, accept = _KINDS[kind](log_q, (p, best, mass), weights_m, differentiate)  # log_q becomes the gradient
+    if differentiate and weights_m is not None:
+        log_q.mul_(weights_m[:, None])
     return loss, agree, accept, log_q.to(logits.dtype) if differentiate else None
+
+
+def sum_rows(values: Tensor, weights_m: Tensor | None) -> Tensor:
+    """Return the sum (2) of values (m, n): without and with the weights of the rows, 1 by default."""
+    total = values.sum()
+    return total.expand(2) if weights_m is None else torch.stack([total, (values.sum(1) * weights_m).sum()])
 
 
 @cache
@@ -223,7 +239,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Classification(torch.autograd.Function):
-    """The sums, per term, of the loss, of agreeing rows and of acceptances.
+    """The sums, per term, of the weighted loss, of the loss without weights, of agreeing rows and of acceptances.
 
     The gradient is computed in the forward, so that no logits outlive a chunk. The teacher's p is computed once for
     all terms, which share its rows.
@@ -235,7 +251,7 @@ class _Classification(torch.autograd.Function):
         with both, their logits are added. ``features`` are the terms' inputs of the head.
         """
         device, differentiate = labels.features_MD.device, any(x.requires_grad for x in features)
-        sums = [[torch.zeros((), device=device) for _ in batches] for _ in range(3)]
+        sums = [[torch.zeros(shape, device=device) for _ in batches] for shape in (2, (), ())]
         slopes: list[Any] = [torch.empty_like(x) if differentiate else None for x in features]
         classify_rows = compiled(classify) if labels.compiled else classify
         weight_gradient = None
@@ -249,8 +265,10 @@ class _Classification(torch.autograd.Function):
                 hidden = torch.cat(parts).detach().requires_grad_(differentiate)
                 logits = _logits(hidden, head, weight)
             term_slopes: list[Any] = []
-            for n, (term_logits, (_, term_labels)) in enumerate(zip(logits.detach().split(sizes), soft, strict=True)):
-                *parts_sums, slope = classify_rows(term_logits, batches[n].term.kind, *term_labels, differentiate)
+            terms = zip(batches, logits.detach().split(sizes), soft, strict=True)
+            for n, (batch, term_logits, (place, term_labels)) in enumerate(terms):
+                weights = None if batch.loss_weights_M is None else batch.loss_weights_M[place]
+                *parts_sums, slope = classify_rows(term_logits, batch.term.kind, *term_labels, differentiate, weights)
                 for total, part_sum in zip(sums, parts_sums, strict=True):
                     total[n] += part_sum
                 term_slopes.append(slope)
@@ -265,13 +283,14 @@ class _Classification(torch.autograd.Function):
                 weight_gradient += torch.cat(shared).T @ hidden.detach()[:, -weight_gradient.shape[1] :]
         ctx.shares, ctx.dtype = [batch.share for batch in batches], None if weight is None else weight.dtype
         ctx.save_for_backward(weight_gradient, *slopes)
-        ctx.mark_non_differentiable(*sums[1], *sums[2])
-        return (*sums[0], *sums[1], *sums[2])
+        (raw, weighted), *counts = (torch.stack(totals, dim=-1) for totals in sums)
+        ctx.mark_non_differentiable(raw, *counts)
+        return weighted, raw, *counts
 
     @staticmethod
-    def backward(ctx, *upstream: Tensor):
+    def backward(ctx, upstream: Tensor, *_: Tensor):
         weight_gradient, *slopes = ctx.saved_tensors
-        out = [None if g is None else (g.float() * up).to(g.dtype) for up, g in zip(upstream, slopes, strict=False)]
+        out = [None if g is None else (g.float() * up).to(g.dtype) for up, g in zip(upstream, slopes, strict=True)]
         # It contains the terms' shares; the factor common to their upstream gradients is left to multiply.
         if weight_gradient is not None:
             index = next(number for number, share in enumerate(ctx.shares) if share)
@@ -287,11 +306,12 @@ def _logits(hidden: Tensor, head: Any, weight: Tensor | None) -> Tensor:
     return own_logits if head is None else head(hidden[:, :-width]) + own_logits
 
 
-def _soft_ce(log_q: Tensor, p: Tensor, _: Tensor, mass: Tensor | None, differentiate: bool) -> tuple[Tensor, Tensor]:
+def _soft_ce(log_q: Tensor, labels: SoftLabels, weights_m: Tensor | None, differentiate: bool) -> tuple[Tensor, Tensor]:
     """Return the sum of -p.log q, and 0 as acceptances are not counted. `log_q` becomes the gradient with respect to
     the logits, q mass(p) - p.
     """
-    loss = -torch.einsum("mv,mv->m", p, log_q).sum()
+    p, _, mass = labels
+    loss = sum_rows(-torch.einsum("mv,mv->m", p, log_q)[:, None], weights_m)
     if differentiate:
         log_q.exp_()
         if mass is not None:
@@ -300,16 +320,19 @@ def _soft_ce(log_q: Tensor, p: Tensor, _: Tensor, mass: Tensor | None, different
     return loss, torch.zeros((), device=p.device)
 
 
-def _acceptance(log_q: Tensor, p: Tensor, _: Tensor, mass: Tensor | None, differentiate: bool) -> tuple[Tensor, Tensor]:
+def _acceptance(
+    log_q: Tensor, labels: SoftLabels, weights_m: Tensor | None, differentiate: bool
+) -> tuple[Tensor, Tensor]:
     """Return the sums of w KL - (1 - w) log a and of a. `log_q` becomes the gradient of the first with respect to the
     logits. A row without mass has no loss.
     """
+    p, _, mass = labels
     kl = (-torch.einsum("mv,mv->m", p, log_q) - torch.special.entr(p).sum(-1))[:, None]
     q = log_q.exp_()
     a = torch.minimum(p, q).sum(-1, keepdim=True)
     accepted, a = a.sum(), a.clamp_min(torch.finfo(torch.float32).tiny)
     w, has_mass = (-DECAY * a).exp(), 1.0 if mass is None else mass > 0
-    loss = (has_mass * (w * kl - (1 - w) * a.log())).sum()
+    loss = sum_rows(has_mass * (w * kl - (1 - w) * a.log()), weights_m)
     if differentiate:
         below = q * (q < p)  # tokens whose probability q would have to grow to raise the acceptance
         direct = (below - q * below.sum(-1, keepdim=True)) * (has_mass * (w - 1) / a)
@@ -317,15 +340,16 @@ def _acceptance(log_q: Tensor, p: Tensor, _: Tensor, mass: Tensor | None, differ
     return loss, accepted
 
 
-def _l1(log_q: Tensor, p: Tensor, text: Tensor, mass: Tensor | None, differentiate: bool) -> tuple[Tensor, Tensor]:
+def _l1(log_q: Tensor, labels: SoftLabels, weights_m: Tensor | None, differentiate: bool) -> tuple[Tensor, Tensor]:
     """Return the sums of 0.9 |p - q| - 0.1 log q(text) and of a. `log_q` becomes the gradient of the first with respect
     to the logits. A row without mass has no |p - q|; a text token outside the vocabulary has no log q.
     """
+    p, text, mass = labels
     at, in_vocabulary = text.clamp_min(0)[:, None], (text >= 0).float()[:, None]
-    ce = -(log_q.gather(1, at) * in_vocabulary).sum()
+    ce = -sum_rows(log_q.gather(1, at) * in_vocabulary, weights_m)
     q = log_q.exp_()
     has_mass, difference = 1.0 if mass is None else (mass > 0).float(), q - p
-    loss = L1 * (has_mass * difference.abs()).sum() + (1 - L1) * ce
+    loss = L1 * sum_rows(has_mass * difference.abs(), weights_m) + (1 - L1) * ce
     accepted = torch.minimum(p, q).sum()
     if differentiate:
         sign = difference.sign_() * has_mass
@@ -342,10 +366,12 @@ def compute_term_sums(
     labels: Labels,
     head: Callable[[Tensor], Tensor],
     normed: Callable[[Tensor], Tensor] | None = None,
-) -> dict[str, dict[str, Tensor]]:
-    """Return sums over positions by term name: "regression" (if it has a weight), "classification", "agree" (top-1 with
-    the target's choice; under hard-ce and l1 with the text's token), "accept" (if acceptances are counted) and
-    "positions".
+) -> tuple[Sums, Sums]:
+    """Return the losses and the figures: sums over positions by term name, the first with the rows' loss weights.
+
+    Losses are "regression" (if it has a weight) and "classification". Figures are both, without a gradient, and "agree"
+    (top-1 with the target's choice; under hard-ce and l1 with the text's token), "accept" (if acceptances are counted)
+    and "positions".
 
     `head`: the frozen head, an `OwnHead` or a `BiasedHead`; `normed` is applied to its inputs.
     """
@@ -358,17 +384,17 @@ def compute_term_sums(
         results = head(inputs, lambda x, weight: _Classification.apply(labels, batches, None, weight, *x))
     else:
         results = _Classification.apply(labels, batches, head, None, *inputs)
-    losses, agrees, accepted = (results[n * len(batches) :][: len(batches)] for n in range(3))
-    sums: dict[str, dict[str, Tensor]] = {}
-    for n, batch in enumerate(batches):
+    losses, figures = Sums(), Sums()
+    for batch, weighted, raw, agree, accepted in zip(batches, *results, strict=True):
         term, label_MD = batch.term, labels.features_MD[batch.rows_M]
-        parts = {"regression": _regression(batch.feature_MD, label_MD)} if term.weights.get("regression") else {}
-        parts |= {"classification": losses[n], "agree": agrees[n]}
+        loss = losses[term.name] = {"classification": weighted}
+        figure = figures[term.name] = {}
+        if term.weights.get("regression"):
+            distance_MD = F.smooth_l1_loss(batch.feature_MD.float(), label_MD.float(), reduction="none")
+            distance_M1 = distance_MD.mean(-1, keepdim=True)
+            figure["regression"], loss["regression"] = sum_rows(distance_M1, batch.loss_weights_M)
+        figure |= {"classification": raw, "agree": agree}
         if term.kind in ("acceptance", "l1"):
-            parts["accept"] = accepted[n]
-        sums[term.name] = parts | {"positions": torch.full((), len(label_MD), device=label_MD.device)}
-    return sums
-
-
-def _regression(feature_MD: Tensor, label_MD: Tensor) -> Tensor:
-    return F.smooth_l1_loss(feature_MD.float(), label_MD.float(), reduction="none").mean(-1).sum()
+            figure["accept"] = accepted
+        figure["positions"] = torch.full((), len(label_MD), device=label_MD.device)
+    return losses, figures

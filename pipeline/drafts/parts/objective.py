@@ -10,6 +10,7 @@ No other code depends on how they are chosen.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from pipeline.drafts.parts.losses import (
     Labels,
+    Sums,
     Teacher,
     Term,
     TermBatch,
@@ -27,13 +29,11 @@ from pipeline.drafts.parts.losses import (
     full_vocabulary_labels,
     renormalised_labels,
 )
-from pipeline.features.positions import Group, Horizons, Positions, Seed
+from pipeline.features.positions import Group, Horizons, Positions, Seed, count_positions
 
 if TYPE_CHECKING:
     from pipeline.drafts.parts.module import DraftModule
     from pipeline.features.batch import Batch
-
-Sums = dict[str, dict[str, Tensor]]  # by term, then by name
 
 
 class Objective:
@@ -66,9 +66,30 @@ class Objective:
         """Return what went wrong in training and what to do, judged by validation averages; None if nothing did."""
         return None
 
+    def total_weight(self, term: Term, totals: dict[Group, int]) -> float:
+        """Return the sum of the weights that a term's mean divides by; `totals`: the positions of each group."""
+        return totals[term.group]
+
     def divisor(self, term: Term, totals: dict[Group, int]) -> float:
         """Return the divisor of a term's sums in the loss; `totals`: positions of each group in the global batch."""
-        return max(totals[term.group], 1)
+        return self.total_weight(term, totals) or 1
+
+    def weight_by_dialogue(self, dialogues: Sequence[dict[Group, Positions]]) -> list[dict[Group, Positions]]:
+        """Return the positions of a global batch's dialogues, with the weights under which its loss is the mean over
+        dialogues of each one's own mean.
+
+        A position of a dialogue has weight N / (D n): N and n are a term's total weights in the batch and in the
+        dialogue, D is the number of dialogues where it is not 0. So weights have mean 1, and the divisor stays N.
+        """
+        counts = [count_positions([dialogue]) for dialogue in dialogues]
+        totals, weighted = count_positions(dialogues), [dict(dialogue) for dialogue in dialogues]
+        for group, term in {term.group: term for term in self.terms(0) if not term.is_penalty}.items():
+            own = [self.total_weight(term, dialogue_counts) for dialogue_counts in counts]
+            mean = self.total_weight(term, totals) / max(sum(map(bool, own)), 1)
+            for positions, n in zip(weighted, own, strict=True):
+                weights = torch.full((len(positions[group]),), mean / (n or 1), dtype=torch.float32)
+                positions[group] = replace(positions[group], weights=weights)
+        return weighted
 
     def row_weights(
         self, draft: "DraftModule", batch: "Batch", term_features: Sequence[tuple[Term, Tensor]]
@@ -77,25 +98,29 @@ class Objective:
         return [None] * len(term_features)
 
     def loss(self, draft: "DraftModule", batch: "Batch") -> tuple[Tensor, Sums]:
-        """Return the weighted loss, each sum over its divisor in the GLOBAL batch; and the raw sums by term."""
+        """Return the loss, each term's sums over their divisor in the GLOBAL batch; and the figures, sums by term.
+
+        Weights of positions are in the loss alone: figures, and penalties, weigh all positions the same.
+        """
         features, penalty_inputs = draft(batch)
         terms = self.terms(batch.step)
         label_terms = [term for term in terms if not term.is_penalty]
-        sums = self._sum_label_terms(draft, batch, list(zip(label_terms, features, strict=True)))
+        losses, figures = self._sum_label_terms(draft, batch, list(zip(label_terms, features, strict=True)))
         penalty_terms = [term for term in terms if term.is_penalty]
         for term, penalty in zip(penalty_terms, self.penalties(penalty_inputs, batch), strict=True):
             positions = torch.full((), len(batch.positions[term.group]), device=penalty.device)
-            sums[term.name] = {"penalty": penalty, "positions": positions}
+            losses[term.name] = {"penalty": penalty}
+            figures[term.name] = {"penalty": penalty, "positions": positions}
         total = torch.zeros((), device=batch.tokens_BT.device)
         for term in terms:
-            weighted = sum(weight * sums[term.name][part] for part, weight in term.weights.items())
+            weighted = sum(weight * losses[term.name][part] for part, weight in term.weights.items())
             total = total + weighted / self.divisor(term, batch.totals)
-        return total, {name: {part: x.detach() for part, x in parts.items()} for name, parts in sums.items()}
+        return total, {name: {part: x.detach() for part, x in parts.items()} for name, parts in figures.items()}
 
     def _sum_label_terms(
         self, draft: "DraftModule", batch: "Batch", term_features: Sequence[tuple[Term, Tensor]]
-    ) -> Sums:
-        sums: Sums = {}
+    ) -> tuple[Sums, Sums]:
+        losses, figures = Sums(), Sums()
         device = batch.tokens_BT.device
         chunk = chunk_rows(max(draft.vocabulary_size * len(term_features), draft.teacher_vocabulary), device)
         for number in sorted({term.head for term, _ in term_features}):
@@ -111,16 +136,19 @@ class Objective:
                     rows.chunk_ends[term.group],
                     share,
                     w,
+                    rows.weights.get(term.group),
                 )
                 for (term, x), share, w in zip(head_terms, shares, weights, strict=True)
             ]
             text_M = vocabulary_indices(batch.following_BT.flatten()[rows.labels], draft.token_ids_U)
             labels_MD = batch.labels_at(rows.labels)
             labels = Labels(labels_MD, text_M, self.teacher(draft), draft.vocabulary_size, chunk, draft.compiled)
-            sums |= compute_term_sums(
+            head_losses, head_figures = compute_term_sums(
                 batches, labels, draft.head(number), draft.head_input if draft.own_heads else None
             )
-        return sums
+            losses |= head_losses
+            figures |= head_figures
+        return losses, figures
 
     def _shares(self, terms: list[Term], totals: dict[Group, int]) -> list[float]:
         """Return each term's classification weight, times the first term's divisor, divided by its own divisor."""
