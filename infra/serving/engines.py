@@ -20,7 +20,7 @@ from infra.serving.process import start_server
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Generation
 from pipeline.drafts import DraftConfig
-from pipeline.serving.export import convert, format_speculative_config
+from pipeline.serving.export import PLUG_IN_VARIABLES, convert, format_speculative_config
 
 PATIENCE = 300.0  # seconds for a server to start, and for an answer
 
@@ -55,7 +55,7 @@ class ServingEngine:
 
     name: str
     draft_kinds: tuple[str, ...]  # kinds of drafts
-    copies = False  # whether it looks the prompt up, too
+    looks_up = False  # whether it looks the prompt up, too
 
     def __init__(self, folder: Path, work: Path):
         self.folder, self.work = folder, work
@@ -64,9 +64,9 @@ class ServingEngine:
     def version(self) -> str:
         raise NotImplementedError
 
-    def takes(self, draft: DraftConfig, copies: bool) -> bool:
+    def takes(self, draft: DraftConfig, with_lookup: bool) -> bool:
         """Return whether it drafts with this kind, and, if so asked, with prompt lookup next to it."""
-        return draft.kind in self.draft_kinds and (self.copies or not copies)
+        return draft.kind in self.draft_kinds and (self.looks_up or not with_lookup)
 
     def command(self, target: str, draft: ExportedDraft | None, port: int) -> tuple[list[str], dict[str, str]]:
         """Return the command, and the environment variables that it requires."""
@@ -159,7 +159,7 @@ class LlamaCpp(ServingEngine):
 
 
 class Vllm(ServingEngine):
-    name, copies = "vLLM", True
+    name, looks_up = "vLLM", True
     draft_kinds = ("dflash", "eagle", "eagle3", "gumiho", "hydra", "jakiro", "medusa", "mtp", "p-eagle", "small-llama")
     environment = MappingProxyType(
         {
@@ -187,7 +187,7 @@ class Vllm(ServingEngine):
             command += ["--speculative-config", format_speculative_config(draft.method, draft.folder, draft.chain)]
         metrics = self.work / f"metrics-{port}"  # of all processes, so that the plug-in's are served, too
         metrics.mkdir()
-        return command, {**self.environment, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
+        return command, {**self.environment, **PLUG_IN_VARIABLES, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
 
     def ask(self, address: str, target: str, ids: list[int], tokens: int) -> EngineAnswer:
         before = parse_counters(self.metrics(address))
@@ -238,7 +238,7 @@ class BatchedVllm(Vllm):
     """vLLM with several requests at once, prefix caching, and prefills in parts."""
 
     options = ("--max-num-seqs", "4", "--enable-prefix-caching", "--max-num-batched-tokens", "512")
-    at_once, copies, preempts = 4, 2, False  # copies: requests with each prompt
+    at_once, requests_per_prompt, preempts = 4, 2, False
 
     def ask_at_once(
         self, address: str, model: str, prompts: list[list[int]], tokens: int
@@ -260,4 +260,4 @@ class PreemptingVllm(BatchedVllm):
 
     options = (*BatchedVllm.options, "--max-model-len", "1600")
     options += ("--block-size", "32", "--num-gpu-blocks-override", "51")  # a prompt of that length takes 50
-    copies, preempts = 6, True
+    requests_per_prompt, preempts = 6, True

@@ -3,10 +3,11 @@
     make serve-test            (python -m infra.serving.parity ENGINES, a folder that the Makefile fills)
 
 llama.cpp and vLLM load the embedded target and the drafts of infra/recipes/serve.toml in float32. They answer 20
-prompts greedily with chains of 3 draft tokens, and so does our decoding. The same is done with tiny targets with scaled
+prompts greedily with chains of draft tokens, and so does our decoding. The same is done with tiny targets with scaled
 RoPE (infra/serving/tiny.py), after prompts of up to 1,500 tokens. A row of the table is a draft in an engine. An
 EAGLE-3 draft has one row more: it compares the acceptance estimated in training, along vLLM's answers and from the
-states that vLLM captured meanwhile, with what vLLM serves. The exit status is 1 if a token or a count differs.
+states that vLLM captured meanwhile, with what vLLM serves. The exit status is 1 if a token, a count or
+the number of draft forwards in a round differs.
 """
 
 import argparse
@@ -33,19 +34,19 @@ from pipeline.artifacts.provenance import hardware
 from pipeline.basics.embedded import human_eval_prompts
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, write_json
+from pipeline.drafts.hydra import HydraConfig
 from pipeline.drafts.native.mtp import MtpConfig
 from pipeline.lm.chat import prompt_ids
 from pipeline.lm.model import load_tokenizer, locate_target
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.recipe import Recipe
 from pipeline.running import entry, markdown
-from pipeline.serving.export import chain_length, export, has_lookup, vllm_method
+from pipeline.serving.export import chain_length, export, has_lookup, required_plug_in, vllm_method
 
 SERVE = ROOT / "infra/recipes/serve.toml"
 PROMPTS = 20
 LOOKS_UP = ("jakiro", "eagle3")  # drafts that also have a row with prompt lookup
 BATCHED = ("jakiro", "jakiro3", "jakiro" + WITH_LOOKUP)  # methods that tiny targets also serve to several at once
-HEAD_BY_HEAD = "hydra"  # we count each of its heads as a forward, the plug-in only the layer's
 ESTIMATE = "the estimate along its answers"
 COLUMNS = ["engine", "draft", "same tokens: plain, chain", "same counts", "tau: ours, served"]
 COLUMNS += ["draft forwards a round: ours, served"]
@@ -62,10 +63,10 @@ def make_row(
     name: str,
     local: tuple[list[LocalAnswer], list[LocalAnswer]],
     served: tuple[list[EngineAnswer], list[EngineAnswer]],
-    draft_forwards: float | None,
+    draft_forwards: tuple[float | None, float | None] = (None, None),
 ) -> dict:
     """Compare our answers with an engine's, plain and with the draft's chain, and return the figures. `draft_forwards`:
-    the engine's in each round, if it counts them.
+    ours and the engine's in each round, where the plug-in counts them.
     """
     (local_plain, local_chains), (served_plain, served_chains) = local, served
     counts = [engine.counts(answer.generation, answer.drafted, TOKENS) for answer in local_chains]
@@ -81,8 +82,8 @@ def make_row(
         ),
         "tau_ours": round(_tau(counts), 4),
         "tau_served": round(_tau([answer.counts for answer in served_chains]), 4),
-        "draft_forwards_ours": _draft_forwards(local_chains),
-        "draft_forwards_served": draft_forwards,
+        "draft_forwards_ours": draft_forwards[0],
+        "draft_forwards_served": draft_forwards[1],
         "per_second_ours_plain": round(_speed(local_plain), 1),
         "per_second_plain": round(_speed(served_plain), 1),
         "per_second_chain": round(_speed(served_chains), 1),
@@ -90,40 +91,53 @@ def make_row(
 
 
 def make_batched_row(
-    engine: BatchedVllm, name: str, model: str, draft: ExportedDraft, local_chains: list[LocalAnswer], prompts: list
+    engine: BatchedVllm,
+    name: str,
+    model: str,
+    draft: ExportedDraft,
+    local_chains: list[LocalAnswer],
+    prompts: list[list[int]],
+    expected_forwards: float | None,
 ) -> dict:
     """Compare our answers with those that the engine gives several of at once. Only sums are counted there. A request
     that was preempted loses its draft tokens, so counts are compared if none is.
     """
-    asked, local_answers = prompts * engine.copies, local_chains * engine.copies
+    requests, local_answers = prompts * engine.requests_per_prompt, local_chains * engine.requests_per_prompt
     with engine.serve(model, draft) as address:
-        answers, counts, preemptions = engine.ask_at_once(address, model, asked, TOKENS)
+        answers, counts, preemptions = engine.ask_at_once(address, model, requests, TOKENS)
         forwards = engine.draft_forwards(address)
     ours = [engine.counts(answer.generation, answer.drafted, TOKENS) for answer in local_answers]
     sums = tuple(sum(column) for column in zip_longest(*ours, fillvalue=0))
+    same_counts = {"same_counts": len(requests) if sums == counts else 0}
     return {
         "engine": f"{engine.name} ({engine.version}), {engine.at_once} at once, {preemptions} preemptions",
-        **({"preemptions": preemptions} if engine.preempts else {"same_counts": len(asked) if sums == counts else 0}),
+        **(
+            {"preemptions": preemptions} if engine.preempts else {"same_counts": len(requests) if sums == counts else 0}
+        ),
         "draft": name,
         "hardware": hardware("cpu"),
-        "prompts": len(asked),
+        "prompts": len(requests),
         "same_chain": sum(a.tokens == b for a, b in zip(local_answers, answers, strict=True)),
         "tau_ours": round(_tau(ours), 4),
         "tau_served": round(_tau([counts]), 4),
-        "draft_forwards_ours": _draft_forwards(local_chains),
+        "draft_forwards_ours": expected_forwards,
         "draft_forwards_served": forwards,
     }
 
 
 def differs(row: dict) -> bool:
     """Return whether tokens, counts or draft forwards differ from ours."""
-    forwards = None if row["draft"].startswith(HEAD_BY_HEAD) else row["draft_forwards_served"]
+    forwards = row["draft_forwards_served"]
     same = {row.get(key, row["prompts"]) for key in ("same_plain", "same_chain", "same_counts")} == {row["prompts"]}
-    return not same or not row.get("preemptions", True) or forwards not in (None, row["draft_forwards_ours"])
+    return not same or not row.get("preemptions", True) or forwards != row["draft_forwards_ours"]
 
 
-def _draft_forwards(answers: list[LocalAnswer]) -> float:
-    """Return the draft's forwards in a round."""
+def count_draft_forwards(saved: checkpoint.CheckpointConfig, answers: list[LocalAnswer]) -> float | None:
+    """Return the draft's forwards in a round of ours; None where the engine requires no plug-in, which counts them."""
+    if not required_plug_in(saved, "vllm"):
+        return None
+    if isinstance(saved.config, HydraConfig):  # we also count its heads
+        return 1
     generations = [answer.generation for answer in answers]
     passes = sum(generation.acceptance.passes for generation in generations)
     return sum(generation.draft_forwards for generation in generations) / passes
@@ -166,6 +180,7 @@ def compare(
     """Compare every method in every engine that supports its draft; `suffix` names the target in the row."""
     model, rows = locate_target(recipe.target).name, []
     local, loaded, exported, served_model, local_chains = LocalDecoding(recipe, prompts), {}, {}, {}, {}
+    local_forwards: dict[str, float | None] = {}
     for name in methods:
         folder = work / f"{name}{suffix}-vllm".replace(" ", "")
         release = make_release(recipe, name, folder.with_suffix(".release"))
@@ -177,6 +192,7 @@ def compare(
         served_model[name] = str(folder) if is_head else model  # the exported folder is the target's
         loaded[name] = local.method(release, folder)
         local_chains[name] = local.decode_chains(loaded[name])
+        local_forwards[name] = count_draft_forwards(saved, local_chains[name])
 
     def add_row(row: dict) -> None:
         rows.append(row)
@@ -188,7 +204,7 @@ def compare(
         for name in (name for name in methods if engine.takes(recipe.draft[draft_of(name)], name != draft_of(name))):
             with engine.serve(served_model[name], exported[name]) as address:
                 served_chains = [engine.ask(address, served_model[name], ids, TOKENS) for ids in local.prompts]
-                forwards = engine.draft_forwards(address)
+                forwards = local_forwards[name] if isinstance(engine, Vllm) else None, engine.draft_forwards(address)
             served = served_plain, served_chains
             chains = local.plain_answers, local_chains[name]
             add_row(make_row(engine, f"{name}{suffix}", chains, served, forwards))
@@ -197,11 +213,11 @@ def compare(
                 # Tokens that vLLM accepts after an answer's end are in no text.
                 trimmed = [_trim(answer) for answer in served_chains]
                 chains, served = (local.plain_answers, estimates), (answers, trimmed)
-                add_row(make_row(engine, f"{name}{suffix}: {ESTIMATE}", chains, served, None))
+                add_row(make_row(engine, f"{name}{suffix}: {ESTIMATE}", chains, served))
             if isinstance(engine, Vllm) and name in BATCHED and suffix:
                 for batched in (BatchedVllm(engine.folder, engine.work), PreemptingVllm(engine.folder, engine.work)):
-                    chains = exported[name], local_chains[name], local.prompts
-                    add_row(make_batched_row(batched, f"{name}{suffix}", model, *chains))
+                    answers = local_chains[name], local.prompts, local_forwards[name]
+                    add_row(make_batched_row(batched, f"{name}{suffix}", model, exported[name], *answers))
     return rows
 
 

@@ -31,7 +31,14 @@ from pipeline.drafts import kind_key
 from pipeline.features.engines.child import PYTHON_VARIABLES, child_environment
 from pipeline.features.engines.vllm import PACKAGE, find_versions
 from pipeline.running import entry
-from pipeline.serving.export import GGUF, TESTED_VERSIONS, add_lookup, format_launch_command, required_plug_in
+from pipeline.serving.export import (
+    GGUF,
+    PLUG_IN_VARIABLES,
+    TESTED_VERSIONS,
+    add_lookup,
+    format_launch_command,
+    required_plug_in,
+)
 from pipeline.serving.load import locate_release
 
 VLLM = "vllm"
@@ -58,11 +65,15 @@ class Options(NamedTuple):
     template: str
     template_keywords: str
     key: str
+    aliases: tuple[str, ...]  # other names of options that this command sets, and other ways to name a model
 
 
 OPTIONS = {
-    VLLM: Options("--served-model-name", "--chat-template", "--default-chat-template-kwargs", "VLLM_API_KEY"),
-    GGUF: Options("--alias", "--chat-template-file", "--chat-template-kwargs", "LLAMA_API_KEY"),
+    VLLM: Options("--served-model-name", "--chat-template", "--default-chat-template-kwargs", "VLLM_API_KEY", ("-sc",)),
+    GGUF: Options(
+        *("--alias", "--chat-template-file", "--chat-template-kwargs", "LLAMA_API_KEY"),
+        ("-a", "-hf", "-hfr", "-hfd", "--hf-repo", "-mu", "--model-url", "--model-draft", "--spec-draft-model"),
+    ),
 }
 
 
@@ -218,7 +229,9 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0: for every machine that reaches this one")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--guesses", type=int, metavar="K", help="draft tokens a pass; default: the depth of its tree")
+    parser.add_argument(
+        "--guesses", type=int, metavar="K", help="draft tokens a pass; default: of the release's method"
+    )
     parser.add_argument("--prompt-lookup", action="store_true", help="vLLM also copies from the text so far")
     parser.add_argument("--dry-run", action="store_true", help="export the draft, print the command, and start nothing")
     words = sys.argv[1:]
@@ -254,7 +267,7 @@ def main() -> None:
     target = resolve_target(release, None if gguf else arguments.target, recipe)
     form = Form(release, engine, target, llama_cpp, gguf, arguments.prompt_lookup)
     options = [*engine_options(form, saved, arguments), *program.options]
-    require_unused(words, {word for word in options if word.startswith("-")}, key)
+    require_unused(words, {word for word in options if word.startswith("-")} | {*OPTIONS[engine].aliases}, key)
     if not arguments.dry_run:
         require_free(address)
     if form.identity is not None and form.identity.fingerprint != saved.target["fingerprint"]:
@@ -262,18 +275,25 @@ def main() -> None:
     for line in form.write():
         print(line, flush=True)
     if not address.is_loopback:
-        remedy = "" if os.environ.get(key) else f", and can use it without a key: set {key}"
-        print(f"warning: whoever reaches {arguments.host} sees the paths of the models in /v1/models{remedy}")
+        has_key = bool(os.environ.get(key))
+        whoever = f"whoever reaches {arguments.host}" + (" and has the key" if has_key and engine == VLLM else "")
+        remedy = "" if has_key else f", and can use it without a key: set {key}"
+        page = "/props" if engine == GGUF else "/v1/models"
+        print(f"warning: {whoever} sees the path of the model in {page}{remedy}")
     if program.warning:
         print(program.warning)
     changes = [f"--unset={name}" for name in PYTHON_VARIABLES if name in os.environ]
-    changes += [f'{METRICS}="$(mktemp -d)"'] if plug_in else []
+    added = PLUG_IN_VARIABLES if plug_in else {}
+    changes += [
+        *(f"{name}={value}" for name, value in added.items()),
+        *([f'{METRICS}="$(mktemp -d)"'] if added else []),
+    ]
     command = [*program.words, *options, *words]
     print(" ".join([*(["env", *changes] if changes else []), shlex.join(command)]), flush=True)
     if arguments.dry_run:
         return
     with TemporaryDirectory(prefix="jakiro-metrics-") as metrics:
-        variables = child_environment() | ({METRICS: metrics} if plug_in else {})
+        variables = child_environment() | (added | {METRICS: metrics} if added else {})
         with start_server(command, variables, address.url, sys.stderr.buffer) as server:
             place = str(arguments.place) if recipe else "RECIPE"
             print(describe_requests(address.url, form.name, key, place), flush=True)

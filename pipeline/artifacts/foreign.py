@@ -35,12 +35,11 @@ FAMILIES = {  # each with its own defaults
 # Keys of a config.json that the draft does not read: they do not change the computation (such as sampling settings), or
 # shapes and tensors have the same information.
 OTHER_KEYS = """
-    attention_dropout auto_map base_model_name_or_path bias blocks contrast draft_vocab_size dropout_rate
-    embed_requires_grad embedding_scale enable_sp_ulysses gate_rows has_no_defaults_at_init head_bias heads
-    hidden_state_offset hydra_head_arch hydra_num_heads hydra_num_layers initializer_range medusa_num_heads
-    medusa_num_layers mlp_blocks mlps model_type num_aux_hidden_states num_experts num_experts_per_tok num_hidden_layers
-    num_local_experts output_router_logits own_head parallel parallel_draft_heads_num_layers pretraining_tp
-    prompt_lookup reduced_vocabulary rope_scaling rope_theta router_aux_loss_coef router_jitter_noise sep_token_id
+    attention_dropout auto_map base_model_name_or_path bias draft_vocab_size dropout_rate embed_requires_grad
+    enable_sp_ulysses gate_rows has_no_defaults_at_init hidden_state_offset hydra_head_arch hydra_num_heads
+    hydra_num_layers initializer_range medusa_num_heads medusa_num_layers model_type num_aux_hidden_states num_experts
+    num_experts_per_tok num_hidden_layers num_local_experts output_router_logits parallel_draft_heads_num_layers
+    pretraining_tp reduced_vocabulary rope_scaling rope_theta router_aux_loss_coef router_jitter_noise sep_token_id
     speculators_config speculators_version target_hidden_size tie_word_embeddings tokenizer_class torch_dtype ttt_length
     ttt_steps version
 """

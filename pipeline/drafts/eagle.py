@@ -87,5 +87,6 @@ NAMES = Names(
     },
     engine_config=engine_config,
     method={"method": "eagle"},
+    keys={"prompt_lookup": ()},
     not_exported=(DRAFT_TOKEN_IDS,),  # engines guess with the target's full head
 )

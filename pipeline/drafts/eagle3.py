@@ -292,7 +292,7 @@ NAMES = Names(
     engine_config=engine_config,
     method={"method": "eagle3"},
     facts=facts,
-    keys=dict.fromkeys((*FLAGS, "attention_bias", "qkv_bias", AUXILIARY), ())
+    keys=dict.fromkeys((*FLAGS, "attention_bias", "qkv_bias", AUXILIARY, "prompt_lookup"), ())
     | {
         "use_aux_hidden_state": (True,),
         "use_input_layernorm_in_first_layer": (True,),

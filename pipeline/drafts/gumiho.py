@@ -165,4 +165,5 @@ NAMES = Names(
     },
     engine_config=engine_config,
     method=EAGLE_NAMES.method,
+    keys={**EAGLE_NAMES.keys, "mlps": (MLPS,), "mlp_blocks": (BLOCKS,)},
 )

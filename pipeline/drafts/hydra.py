@@ -178,15 +178,17 @@ def engine_config(draft: Hydra, weights: dict[str, Tensor], export: Export) -> d
     """Return the plug-in's config. Raise PipelineError for a draft without the prefix layer, which has no attention."""
     if not draft.config.prefix:
         raise PipelineError("prefix=false: vLLM requires a draft with a layer of attention; train with prefix=true")
-    keys = {key: getattr(draft.config, key) for key in ("heads", "blocks", "own_head", "head_bias", "embedding_scale")}
+    keys = {key: getattr(draft.config, key) for key in SETTINGS}
     return {"architectures": [export.architecture]} | llama_config(draft, weights) | keys
 
 
+SETTINGS = ("heads", "blocks", "own_head", "head_bias", "embedding_scale")
 FORM = FileFormat(_plug_in_name, "EagleHydraForCausalLM", NO_OWN_VOCABULARY, PLUG_IN)
 NAMES = Names(
     {"vllm": FORM, "hydra": FileFormat(_hydra_name), "hydra++": FileFormat(_hydra_plus_name)},
     engine_config=engine_config,
     method={"method": "eagle"},
+    settings={key: key for key in SETTINGS},
     facts=facts,
     ignored_tensors=r"prefix_embeding_layer\.embed_tokens\.weight",  # not read by any Hydra
 )

@@ -224,7 +224,7 @@ class JakiroOnEagle3(Experts, Eagle3Frame):
 # -- names in other software -------------------------------------------------------------------------------------------
 
 NO_QK_NORM = {"qk_norm": "the plug-in's drafts with experts have Llama's attention; train without"}
-SETTINGS = {"experts_per_token": "num_experts_per_tok"}
+SETTINGS = {"experts_per_token": "num_experts_per_tok", "contrast": "contrast"}
 
 
 def _add_hybrid(names: Names, form: FileFormat, others: dict[str, FileFormat], not_exported: tuple[str, ...]) -> Names:
@@ -236,7 +236,7 @@ def _add_hybrid(names: Names, form: FileFormat, others: dict[str, FileFormat], n
 
     form = replace(form, plug_in=PLUG_IN, with_lookup=form.architecture)
     changes: Any = {"engine_config": engine_config, "not_exported": not_exported, "settings": SETTINGS}
-    return replace(names, forms={"vllm": form} | others, **changes)
+    return replace(names, forms={"vllm": form} | others, keys={**names.keys, "parallel": ()}, **changes)
 
 
 FORM = FileFormat(architecture="EagleJakiroForCausalLM", unsupported=NO_BIAS)

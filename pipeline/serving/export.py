@@ -35,6 +35,7 @@ from pipeline.serving.head import write_target
 from pipeline.serving.load import target_of
 
 LOOKUP = "prompt-lookup"
+PLUG_IN_VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # Runner V2, the default on GPUs, does not have V1's proposer
 GGUF, DRAFT_GGUF = "gguf", "draft.gguf"
 TRANSFORMERS = "transformers"
 # Engines that `make serve-test` or the tests have run.
@@ -84,7 +85,9 @@ def export(
             building.mkdir()
             convert(llama_cpp, form, building / DRAFT_GGUF, folder)
         building.replace(out)
-    return [f"{engine}: {out}", *_launch(saved, engine, out)]
+    left_out = saved.method.secondary and not has_lookup(saved, engine)
+    note = [f"exported without prompt lookup, which {engine} does not have here"] if left_out else []
+    return [f"{engine}: {out}", *note, *_launch(saved, engine, out)]
 
 
 def list_tested_engines(release: Path) -> dict[str, list[str]]:
@@ -236,15 +239,18 @@ LAUNCH_COMMANDS = {
 
 def _launch(saved: checkpoint.CheckpointConfig, engine: str, out: Path) -> list[str]:
     plug_in = required_plug_in(saved, engine)
-    install = [f"pip install {plug_in}    # once, into vLLM's environment"] if plug_in else []
-    return [*install, format_launch_command(saved, engine, out)]
+    command = format_launch_command(saved, engine, out)
+    if not plug_in:
+        return [command]
+    variables = " ".join(f"{name}={value}" for name, value in PLUG_IN_VARIABLES.items())
+    return [f"pip install {plug_in}    # once, into vLLM's environment", f"{variables} {command}"]
 
 
 def format_launch_command(
     saved: checkpoint.CheckpointConfig, engine: str, out: Path, target: str | None = None, guesses: int | None = None
 ) -> str:
     """Return the command that serves the draft exported to `out`, as a shell reads it. `target`: its folder, file or
-    Hub id; default: a placeholder. `guesses`: draft tokens a pass; default: those of a block, or the tree's depth.
+    Hub id; default: a placeholder. `guesses`: draft tokens a pass; default: `chain_length`.
 
     Raise PipelineError for a draft that the engine cannot load, and for more guesses than a block has.
     """

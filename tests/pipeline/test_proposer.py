@@ -2,8 +2,10 @@
 serve-test` compares the counts of the real one with ours.
 """
 
+import math
 import subprocess
 import sys
+from collections import defaultdict
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -12,6 +14,9 @@ import torch
 
 from pipeline.basics.files import ROOT
 from pipeline.decoding import pools
+from pipeline.decoding.contract import RoundInput
+from pipeline.decoding.sources import Sources
+from pipeline.drafts.prompt_lookup import PromptLookup, PromptLookupConfig
 
 WIDTH, VOCABULARY = 4, 6
 PACKAGE = ROOT / "infra/vllm_jakiro"
@@ -23,10 +28,13 @@ class StandIn:
     def __init__(self, model, probabilistic=False, padded=True):
         self.model, self._enable_probabilistic_draft_probs = model, probabilistic
         self.speculative_config = SimpleNamespace(disable_padded_drafter_batch=not padded)
-        self.arange, self.asked = torch.arange(16), []
+        self.arange, self.asked, self.num_speculative_tokens = torch.arange(16), [], 3
 
     def initialize_attn_backend(self, *_):
         return "initialised"
+
+    def dummy_run(self, *_):
+        self.asked.append(self.num_speculative_tokens)
 
     def prepare_next_token_ids_cpu(self, sampled, requests, batch, *_):
         return torch.tensor([tokens[-1] if tokens else 0 for tokens in sampled])
@@ -51,6 +59,17 @@ class StandIn:
         return torch.stack([tokens for tokens, _ in outputs], dim=1)
 
 
+class StandInCounter:
+    def __init__(self, counts, name):
+        self._counts, self._name = counts, name
+
+    def labels(self, source):
+        return StandInCounter(self._counts, f"{self._name} {source}")
+
+    def inc(self, count=1):
+        self._counts[self._name] += count
+
+
 @pytest.fixture
 def proposer(monkeypatch):
     """The plug-in's module `proposer` with the stand-in."""
@@ -58,7 +77,7 @@ def proposer(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     for name, names in {
         "vllm": {},
-        "vllm.distributed": {"get_tensor_model_parallel_rank": lambda: 1},  # not the rank that counts
+        "vllm.distributed": {"get_tensor_model_parallel_rank": lambda: 0},
         "vllm.v1": {},
         "vllm.v1.spec_decode": {},
         "vllm.v1.spec_decode.eagle": {"EagleProposer": type("EagleProposer", (StandIn,), {})},
@@ -67,10 +86,12 @@ def proposer(monkeypatch):
         vars(module).update(names)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.syspath_prepend(str(PACKAGE))
-    monkeypatch.setattr("prometheus_client.Counter", lambda *_: SimpleNamespace())
+    counts = defaultdict(int)
+    monkeypatch.setattr("prometheus_client.Counter", lambda name, *_: StandInCounter(counts, name))
     import vllm_jakiro.proposer as module
 
-    module.install()
+    module.counts = counts
+    module.install(SimpleNamespace(use_v2_model_runner=False))
     yield module
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_jakiro"]:
         monkeypatch.delitem(sys.modules, name)
@@ -108,10 +129,30 @@ def test_a_proposer_of_another_draft_stays_vllms_own(proposer):
     assert type(made) is base
 
 
-def test_the_last_token_comes_from_the_last_forward(make):
+def test_a_runner_without_this_proposer_is_refused(proposer):
+    with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        proposer.install(SimpleNamespace(use_v2_model_runner=True))
+
+
+def test_a_model_in_a_wrapper_is_recognised(make, proposer):
+    base, inner = sys.modules["vllm.v1.spec_decode.eagle"].EagleProposer, make(lambda count: count).model
+    wrapper = SimpleNamespace(unwrap=lambda: inner, config=inner.config)
+    made = base(wrapper)
+    made.initialize_attn_backend()
+    assert type(made) is proposer.Proposer
+
+
+def test_a_rank_without_a_request_runs_as_many_forwards(make):
+    made = make(lambda count: count - 1)
+    made.dummy_run(1)
+    assert made.asked == [2] and made.num_speculative_tokens == 3
+
+
+def test_the_last_token_comes_from_the_last_forward(make, proposer):
     made = make(lambda count: count - 1)
     assert made.propose(3, sampling_metadata=None).tolist() == [[0, 1, 3], [1, 2, 0]]
     assert made.asked == [2] and made.num_speculative_tokens == 3
+    assert proposer.counts == {"jakiro_draft_rounds": 1, "jakiro_draft_forwards": 2}
     assert made.model.calls == [([0, 1], [[0, 1], [1, 2]])]
 
 
@@ -146,9 +187,9 @@ def ask(made, texts, sampled, limit):
     return made.propose(limit, sampling_metadata=None)
 
 
-def test_each_request_gets_the_better_chain_of_its_draft_and_its_text(make):
+def test_each_request_gets_the_better_chain_of_its_draft_and_its_text(make, proposer):
     """The second text repeats itself, so its copy is longer and likelier than the draft's two tokens; the third is in a
-    part of its prefill. A chain of vLLM's is that of our own decoding.
+    part of its prefill.
     """
     made = make(lambda count: count, lookup=2, padded=False)
     repeated = [50, 51, 52, 53, 54, 55, 50, 51, 52]
@@ -157,14 +198,24 @@ def test_each_request_gets_the_better_chain_of_its_draft_and_its_text(make):
     assert made.asked == [2]
     chains = ask(made, {"b": [*repeated, 53, 54, 9], "c": [1, 2]}, [[53, 54, 9], []], 5)
     assert chains == [[0, 1], []]
-    index = pools.SuffixIndex()
-    index.extend(repeated)
-    copied = pools.copy_continuations([(repeated, *match) for match in index.matches(repeated)])
-    chances = [pools.copy_probability(*at) for at in zip(copied.depths(), copied.scores, strict=True)]
-    scores = torch.eye(VOCABULARY)[0].log_softmax(-1).max().item() * torch.arange(1, 3)
-    drafted = pools.CandidatePool([1, 2], [0, 1], scores.tolist())
-    merged = pools.merge([(drafted, scores.exp().tolist()), (copied, chances)])
-    assert merged.chain_tokens(5) == [53, 54, 55, 50, 51]
+    counts = {name: count for name, count in proposer.counts.items() if "tokens" in name}
+    assert counts == {"jakiro_proposed_tokens copy": 5, "jakiro_accepted_tokens copy": 2}
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 6])
+def test_the_chain_is_that_of_our_own_decoding(make, limit):
+    """The stand-in's draft tokens, 0 and 1, have the same probability."""
+    made, text = make(lambda count: count, lookup=2, padded=False), [0, 1, 2, 8, 0, 1, 9, 0]
+    chain = ask(made, {"a": text, "b": [3, 4]}, [[0], [4]], limit)[0]
+    log_p = torch.eye(VOCABULARY)[0].log_softmax(-1).max().item()
+    draft = SimpleNamespace(
+        name="scripted", config=None, stepwise=False, target_vocabulary=9, accept_probability=lambda _, x: math.exp(x)
+    )
+    lookup = PromptLookup(PromptLookupConfig(), {"target_layers": 2, "vocab_size": 9})
+    sources = Sources(draft, {"prompt-lookup": lookup})
+    drafted = pools.CandidatePool([0, 1][:limit], [0, 1][:limit], [log_p, 2 * log_p][:limit])
+    copied = sources.propose_copies(SimpleNamespace(secondary={"prompt-lookup": lookup.open()}), RoundInput(text, None))
+    assert chain == sources.merge_pools(drafted, copied).chain_tokens(limit)
 
 
 def test_a_finished_requests_text_is_dropped(make):

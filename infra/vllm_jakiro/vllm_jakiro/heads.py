@@ -74,6 +74,9 @@ class EagleGumihoForCausalLM(EaglePromptLookupForCausalLM):
         self._features = outputs[0]
         return outputs
 
+    def needs_proposer(self) -> bool:
+        return True
+
     def count_forwards(self, tokens: int) -> int:
         return min(tokens, SERIAL)
 
@@ -129,7 +132,7 @@ class EagleHydraForCausalLM(FurtherTokens, EagleLlamaForCausalLM):
         speculative: Any = vllm_config.speculative_config
         self.config = speculative.draft_model_config.hf_config
         _check_length(vllm_config, self.config.heads)
-        install()
+        install(vllm_config)
         target_layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
         self.model = PrefixModel(
             vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"), start_layer_id=target_layers

@@ -92,7 +92,8 @@ class EaglePromptLookupForCausalLM(FurtherTokens, EagleLlamaForCausalLM):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        install()
+        if self.needs_proposer():
+            install(vllm_config)
         size = self.config.vocab_size if getattr(self.config, "reduced_vocabulary", None) else 0
         self.register_buffer(
             "outside", torch.zeros(size), persistent=False
@@ -118,7 +119,8 @@ class PromptLookupForCausalLMEagle3(FurtherTokens, Eagle3LlamaForCausalLM):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        install()
+        if self.needs_proposer():
+            install(vllm_config)
 
     def load_weights(self, weights: Weights) -> None:
         super().load_weights(_rename_weights(weights))
@@ -129,19 +131,22 @@ class Hybrid(FurtherTokens):
 
     model: Any
 
+    def needs_proposer(self) -> bool:
+        return super().needs_proposer() or getattr(self.config, "parallel", 1) > 1
+
     def put_experts(self, vllm_config: VllmConfig, prefix: str) -> None:
         """Replace the MLP, and prepare hybrid drafting if the draft's configuration says so."""
         (self._layer,) = self.model.layers
-        self._further = getattr(self.config, "parallel", 1) - 1
-        tokens = vllm_config.scheduler_config.max_num_batched_tokens if self._further else 0
+        self._tokens_ahead = getattr(self.config, "parallel", 1) - 1
+        tokens = vllm_config.scheduler_config.max_num_batched_tokens if self._tokens_ahead else 0
         self._layer.mlp = ExpertLayer(self.config, f"{prefix}.layers.0.mlp", tokens)
-        if self._further:
+        if self._tokens_ahead:
             norm = self._layer.post_attention_layernorm
             norm.__class__ = AttentionNorm
             norm.register_buffer("u_TD", torch.zeros(tokens, self.config.hidden_size), persistent=False)
 
     def count_forwards(self, tokens: int) -> int:
-        return tokens - self._further if tokens > 1 else tokens
+        return tokens - self._tokens_ahead if tokens > 1 else tokens
 
     def predict_next(self, rows: Tensor, tokens: Tensor) -> Tensor:
         return self._layer.post_attention_layernorm.u_TD[rows] + self._layer.mlp.contrast_TD[rows]

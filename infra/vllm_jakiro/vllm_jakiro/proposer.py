@@ -24,6 +24,10 @@ class FurtherTokens:
 
     config: Any
 
+    def needs_proposer(self) -> bool:
+        """Return whether the draft requires a `Proposer`: not where each token needs a forward and none is copied."""
+        return bool(getattr(self.config, "prompt_lookup", None))
+
     def count_forwards(self, tokens: int) -> int:
         """Return the forwards that this many draft tokens need."""
         return tokens
@@ -40,9 +44,9 @@ class Proposer(EagleProposer):
 
     def prepare(self) -> None:
         """Prepare for the model, which is loaded. Raise ValueError for settings that prompt lookup does not support."""
-        self._counts = get_tensor_model_parallel_rank() == 0
+        self._is_counting = get_tensor_model_parallel_rank() == 0
         length = getattr(self.model.config, "prompt_lookup", None)
-        self._lookup = Lookup(length, self._counts) if length else None
+        self._lookup = Lookup(length, self._is_counting) if length else None
         if length and not self.speculative_config.disable_padded_drafter_batch:
             raise ValueError('prompt lookup requires "disable_padded_drafter_batch": true in --speculative-config')
         if length and self._enable_probabilistic_draft_probs:
@@ -66,12 +70,25 @@ class Proposer(EagleProposer):
         self._log_probs.append(best - logits.logsumexp(-1))
         return tokens
 
+    def _draft_length(self, tokens: int) -> int:
+        """Return how many of a chain's tokens the draft drafts."""
+        return min(tokens, self._lookup.draft_length) if self._lookup else tokens
+
+    def dummy_run(self, *inputs: Any, **more: Any) -> None:
+        """Run as many forwards as a round has: ranks without a request keep pace with the others."""
+        tokens = self.num_speculative_tokens
+        self.num_speculative_tokens = max(self.model.count_forwards(self._draft_length(tokens)), 1)
+        try:
+            super().dummy_run(*inputs, **more)
+        finally:
+            self.num_speculative_tokens = tokens
+
     def propose(self, num_speculative_tokens: int, *inputs: Any, **more: Any) -> Tensor | list[list[int]]:
         """Return the draft tokens (requests, K); with prompt lookup a list for each request. The probabilities that
         they were drawn with, if they were drawn, are kept as the base class keeps them.
         """
         self._log_probs: list[Tensor] = []
-        count = min(num_speculative_tokens, self._lookup.drafted) if self._lookup else num_speculative_tokens
+        count = self._draft_length(num_speculative_tokens)
         forwards = self.model.count_forwards(count)
         tokens = super().propose(forwards, *inputs, **more)
         rows = self._rows if forwards == 1 else self.arange[: len(tokens)]
@@ -82,7 +99,7 @@ class Proposer(EagleProposer):
             if probs is not None and further_probs is not None:
                 self._last_draft_probs = torch.cat([probs, further_probs[:, None]], dim=1)
         self.num_speculative_tokens = num_speculative_tokens
-        if self._counts:
+        if self._is_counting:
             ROUNDS.inc()
             FORWARDS.inc(max(forwards, 1))
         if self._lookup is None or not num_speculative_tokens:
@@ -90,15 +107,22 @@ class Proposer(EagleProposer):
         return self._lookup.chains(tokens, torch.stack(self._log_probs, dim=1), num_speculative_tokens)
 
 
-def install() -> None:
-    """Let vLLM's proposer become a `Proposer` if its model has `FurtherTokens`. It is made before its model is loaded,
-    and initialises its attention afterwards.
+def install(vllm_config: Any) -> None:
+    """Let vLLM's proposer become a `Proposer` if its model has `FurtherTokens`. vLLM makes the proposer before it loads
+    the model, and calls `initialize_attn_backend` after that.
+
+    Raise ValueError under vLLM's Model Runner V2, which has no such proposer.
     """
+    if vllm_config.use_v2_model_runner:
+        raise ValueError(
+            "this draft requires vLLM's Model Runner V1: set VLLM_USE_V2_MODEL_RUNNER=0 in the server's environment"
+        )
     if "initialize_attn_backend" in vars(EagleProposer):
         return
 
     def initialize_attn_backend(self: Any, *inputs: Any, **more: Any) -> Any:
-        if type(self) is EagleProposer and isinstance(self.model, FurtherTokens):
+        model = getattr(self.model, "unwrap", lambda: self.model)()  # of a wrapper for CUDA graphs
+        if type(self) is EagleProposer and isinstance(model, FurtherTokens):
             self.__class__ = Proposer
             self.prepare()
         return super(EagleProposer, self).initialize_attn_backend(*inputs, **more)
