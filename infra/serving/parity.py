@@ -111,9 +111,7 @@ def make_batched_row(
     same_counts = {"same_counts": len(requests) if sums == counts else 0}
     return {
         "engine": f"{engine.name} ({engine.version}), {engine.at_once} at once, {preemptions} preemptions",
-        **(
-            {"preemptions": preemptions} if engine.preempts else {"same_counts": len(requests) if sums == counts else 0}
-        ),
+        **({"preemptions": preemptions} if engine.preempts else same_counts),
         "draft": name,
         "hardware": hardware("cpu"),
         "prompts": len(requests),
