@@ -34,7 +34,6 @@ from pipeline.artifacts.provenance import hardware
 from pipeline.basics.embedded import human_eval_prompts
 from pipeline.basics.errors import PipelineError
 from pipeline.basics.files import ROOT, write_json
-from pipeline.drafts.hydra import HydraConfig
 from pipeline.drafts.native.mtp import MtpConfig
 from pipeline.lm.chat import prompt_ids
 from pipeline.lm.model import load_tokenizer, locate_target
@@ -47,6 +46,7 @@ SERVE = ROOT / "infra/recipes/serve.toml"
 PROMPTS = 20
 LOOKS_UP = ("jakiro", "eagle3")  # drafts that also have a row with prompt lookup
 BATCHED = ("jakiro", "jakiro3", "jakiro" + WITH_LOOKUP)  # methods that tiny targets also serve to several at once
+LAYER_FORWARDS = {"gumiho": 2.0, "hydra": 1.0}  # of a round; our own count has the heads' forwards, too
 ESTIMATE = "the estimate along its answers"
 COLUMNS = ["engine", "draft", "same tokens: plain, chain", "same counts", "tau: ours, served"]
 COLUMNS += ["draft forwards a round: ours, served"]
@@ -131,11 +131,11 @@ def differs(row: dict) -> bool:
 
 
 def count_draft_forwards(saved: checkpoint.CheckpointConfig, answers: list[LocalAnswer]) -> float | None:
-    """Return the draft's forwards in a round of ours; None where the engine requires no plug-in, which counts them."""
+    """Return the forwards of the draft's layers in a round of ours; None without the plug-in, which counts vLLM's."""
     if not required_plug_in(saved, "vllm"):
         return None
-    if isinstance(saved.config, HydraConfig):  # we also count its heads
-        return 1
+    if saved.config.kind in LAYER_FORWARDS:
+        return LAYER_FORWARDS[saved.config.kind]
     generations = [answer.generation for answer in answers]
     passes = sum(generation.acceptance.passes for generation in generations)
     return sum(generation.draft_forwards for generation in generations) / passes
