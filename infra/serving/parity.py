@@ -197,9 +197,12 @@ def compare(
         print(table(rows[-1:]).splitlines()[-1], flush=True)
 
     for engine in engines:
+        names = [name for name in methods if engine.takes(recipe.draft[draft_of(name)], name != draft_of(name))]
+        if not names:  # it may not load the target at all
+            continue
         with engine.serve(model) as address:
             served_plain = [engine.ask(address, model, ids, TOKENS) for ids in local.prompts]
-        for name in (name for name in methods if engine.takes(recipe.draft[draft_of(name)], name != draft_of(name))):
+        for name in names:
             with engine.serve(served_model[name], exported[name]) as address:
                 served_chains = [engine.ask(address, served_model[name], ids, TOKENS) for ids in local.prompts]
                 forwards = local_forwards[name] if isinstance(engine, Vllm) else None, engine.draft_forwards(address)
