@@ -183,7 +183,10 @@ def test_the_card_states_figures_first_and_the_hubs_index_holds_the_released_met
     assert body.index("| heldout | 0 | jakiro |") < body.index("<details>") < body.index("tau = tokens emitted")
     assert body.index("</details>") < body.index("## Use")
     engines = body.partition("## In engines")[2].partition("## What it is")[0]
-    assert re.search(r"^vllm serve TARGET .*exported", engines, re.MULTILINE) and "infra/vllm_jakiro" in engines
+    assert (
+        re.search(r"^VLLM_USE_V2_MODEL_RUNNER=0 vllm serve TARGET .*exported", engines, re.MULTILINE)
+        and "infra/vllm_jakiro" in engines
+    )
     assert "llama.cpp" not in engines and re.search(r"a chain of this draft has a tau of \d\.\d\d", engines)
 
 

@@ -17,7 +17,13 @@ def weights_of(output) -> torch.Tensor:
     return torch.cat([x.flatten() for x in load_file(output / "drafts/jakiro/model.safetensors").values()])
 
 
-@pytest.mark.parametrize("packed", [[], ["train.pack_tokens=200", "train.global_batch=4"]], ids=["alone", "packed"])
+@pytest.mark.parametrize(
+    "packed",
+    [
+        pytest.param([], id="alone", marks=pytest.mark.long),
+        pytest.param(["train.pack_tokens=200", "train.global_batch=4"], id="packed"),
+    ],
+)
 def test_accumulation_and_ranks_change_no_training_by_dialogue(dumped, tmp_path, packed):
     """One micro-batch a step on one rank; several there; and several on each of two ranks."""
     size = 4 if packed else 8
