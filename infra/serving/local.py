@@ -23,11 +23,11 @@ from pipeline.features.source import GenerationPrompt
 from pipeline.lm.model import Target, fingerprint, load_reader
 from pipeline.lm.states import States
 from pipeline.recipe.recipe import Recipe
-from pipeline.serving.export import LOOKUP
+from pipeline.serving.export import LOOKUP, LOOKUP_CHAIN
 
 CHAIN, TOKENS = 3, 40
 CHAINS = {"jakiro-scalar": 2, "gumiho": 5, "hydra": 4}  # draft tokens of a chain, by the draft's name, if not CHAIN
-LOOKUP_CHAIN, WITH_LOOKUP = 8, f" + {LOOKUP}"  # tokens of a chain with copied ones, at most
+WITH_LOOKUP = f" + {LOOKUP}"
 
 
 def draft_of(method: str) -> str:

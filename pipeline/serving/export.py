@@ -34,7 +34,7 @@ from pipeline.lm.model import locate_target
 from pipeline.serving.head import write_target
 from pipeline.serving.load import target_of
 
-LOOKUP = "prompt-lookup"
+LOOKUP, LOOKUP_CHAIN = "prompt-lookup", 8
 PLUG_IN_VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # Runner V2, the default on GPUs, does not have V1's proposer
 GGUF, DRAFT_GGUF = "gguf", "draft.gguf"
 TRANSFORMERS = "transformers"
@@ -108,8 +108,14 @@ def list_tested_engines(release: Path) -> dict[str, list[str]]:
 
 
 def add_lookup(saved: checkpoint.CheckpointConfig) -> checkpoint.CheckpointConfig:
-    """Return the settings of a release whose method also looks the prompt up."""
-    return replace(saved, method=replace(saved.method, secondary=saved.method.secondary or [LOOKUP]))
+    """Return the settings of a release whose method also looks the prompt up, in chains of LOOKUP_CHAIN tokens at least
+    where it did not before.
+    """
+    method, tree = saved.method, saved.tree
+    if method.secondary:
+        return saved
+    wider = replace(tree, nodes=max(tree.nodes, 1 + LOOKUP_CHAIN))
+    return replace(saved, method=replace(method, secondary=[LOOKUP], tree=wider))
 
 
 def has_lookup(saved: checkpoint.CheckpointConfig, engine: str) -> bool:
