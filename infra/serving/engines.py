@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +21,7 @@ from infra.serving.process import start_server
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.generate import Generation
 from pipeline.drafts import DraftConfig
-from pipeline.serving.export import PLUG_IN_VARIABLES, convert, format_speculative_config
+from pipeline.serving.export import METRICS, PLUG_IN_VARIABLES, convert, format_speculative_config
 
 PATIENCE = 300.0  # seconds for a server to start, and for an answer
 
@@ -167,7 +168,6 @@ class Vllm(ServingEngine):
             **{"OMP_NUM_THREADS": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"},
         }
     )
-
     options = ("--max-num-seqs", "1", "--no-enable-prefix-caching")
 
     @property
@@ -185,9 +185,8 @@ class Vllm(ServingEngine):
         command += ["--host", "127.0.0.1", "--port", str(port)]
         if draft is not None:
             command += ["--speculative-config", format_speculative_config(draft.method, draft.folder, draft.chain)]
-        metrics = self.work / f"metrics-{port}"  # of all processes, so that the plug-in's are served, too
-        metrics.mkdir()
-        return command, {**self.environment, **PLUG_IN_VARIABLES, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
+        metrics = mkdtemp(prefix="metrics-", dir=self.work)  # of all processes, so that the plug-in's are served, too
+        return command, {**self.environment, **PLUG_IN_VARIABLES, METRICS: metrics}
 
     def ask(self, address: str, target: str, ids: list[int], tokens: int) -> EngineAnswer:
         before = parse_counters(self.metrics(address))

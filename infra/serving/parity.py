@@ -106,8 +106,8 @@ def make_batched_row(
     with engine.serve(model, draft) as address:
         answers, counts, preemptions = engine.ask_at_once(address, model, requests, TOKENS)
         forwards = engine.draft_forwards(address)
-    ours = [engine.counts(answer.generation, answer.drafted, TOKENS) for answer in local_answers]
-    sums = tuple(sum(column) for column in zip_longest(*ours, fillvalue=0))
+    local_counts = [engine.counts(answer.generation, answer.drafted, TOKENS) for answer in local_answers]
+    sums = tuple(sum(column) for column in zip_longest(*local_counts, fillvalue=0))
     same_counts = {"same_counts": len(requests) if sums == counts else 0}
     return {
         "engine": f"{engine.name} ({engine.version}), {engine.at_once} at once, {preemptions} preemptions",
@@ -116,7 +116,7 @@ def make_batched_row(
         "hardware": hardware("cpu"),
         "prompts": len(requests),
         "same_chain": sum(a.tokens == b for a, b in zip(local_answers, answers, strict=True)),
-        "tau_ours": round(_tau(ours), 4),
+        "tau_ours": round(_tau(local_counts), 4),
         "tau_served": round(_tau([counts]), 4),
         "draft_forwards_ours": expected_forwards,
         "draft_forwards_served": forwards,
@@ -126,8 +126,9 @@ def make_batched_row(
 def differs(row: dict) -> bool:
     """Return whether tokens, counts or draft forwards differ from ours."""
     forwards = row["draft_forwards_served"]
-    same = {row.get(key, row["prompts"]) for key in ("same_plain", "same_chain", "same_counts")} == {row["prompts"]}
-    return not same or not row.get("preemptions", True) or forwards != row["draft_forwards_ours"]
+    agreeing = {row.get(key, row["prompts"]) for key in ("same_plain", "same_chain", "same_counts")}
+    is_equal = agreeing == {row["prompts"]} and forwards == row["draft_forwards_ours"]
+    return not (is_equal and row.get("preemptions", True))
 
 
 def count_draft_forwards(saved: checkpoint.CheckpointConfig, answers: list[LocalAnswer]) -> float | None:

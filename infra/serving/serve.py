@@ -33,6 +33,7 @@ from pipeline.features.engines.vllm import PACKAGE, find_versions
 from pipeline.running import entry
 from pipeline.serving.export import (
     GGUF,
+    METRICS,
     PLUG_IN_VARIABLES,
     TESTED_VERSIONS,
     add_lookup,
@@ -54,7 +55,6 @@ CPU_WARNING = (
     "55005); requests without a temperature get 0"
 )
 RESERVED = ("--model", "--host", "--port", "--uds")  # what this command sets and checks
-METRICS = "PROMETHEUS_MULTIPROC_DIR"  # a new folder: with it /metrics also has the plug-in's counts
 QUESTION, ANSWER_TOKENS = "What is a prime number?", 200
 
 

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
 from pipeline.drafts.eagle import NAMES as EAGLE_NAMES
 from pipeline.drafts.eagle import NO_BIAS, EagleFrame, EagleFrameConfig
+from pipeline.drafts.parallel.residual import ResBlock
 from pipeline.drafts.parts.attention.steps import Mask
 from pipeline.drafts.parts.base import DenseConfig
-from pipeline.drafts.parts.layers import AttentionBlock, ResBlock, norm
+from pipeline.drafts.parts.layers import AttentionBlock, norm
 from pipeline.drafts.parts.losses import Term, term_names
 from pipeline.drafts.parts.names import PLUG_IN, Export, FileFormat, Names
 from pipeline.drafts.parts.one_layer import Dense, Heads

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from pipeline.basics.accelerator import to_device
 from pipeline.basics.errors import PipelineError
 from pipeline.decoding.contract import DraftOutput, DraftRequest, Frontier, RoundInput
+from pipeline.drafts.parallel.residual import ResBlock
 from pipeline.drafts.parts.base import DenseConfig, ScaledConfig
 from pipeline.drafts.parts.heads import HeadsConfig, HeadsDraft, make_lm_heads
 from pipeline.drafts.parts.heads import facts as facts_of_heads
-from pipeline.drafts.parts.layers import AttentionBlock, ResBlock, layer_config, norm, rotary, swiglu
+from pipeline.drafts.parts.layers import AttentionBlock, layer_config, norm, rotary, swiglu
 from pipeline.drafts.parts.names import NO_OWN_VOCABULARY, PLUG_IN, Export, Facts, FileFormat, Names, llama_config
 from pipeline.lm.attention import FULL, additive_mask, causal_mask, packed_masks
 from pipeline.lm.cache import TreeCache

@@ -227,8 +227,10 @@ NO_QK_NORM = {"qk_norm": "the plug-in's drafts with experts have Llama's attenti
 SETTINGS = {"experts_per_token": "num_experts_per_tok", "contrast": "contrast"}
 
 
-def _add_hybrid(names: Names, form: FileFormat, others: dict[str, FileFormat], not_exported: tuple[str, ...]) -> Names:
-    """Return the frame's names with the plug-in's form; config.json also states how a chain's last token is drafted."""
+def _add_hybrid(names: Names, form: FileFormat, formats: dict[str, FileFormat], not_exported: tuple[str, ...]) -> Names:
+    """Return the frame's names with the plug-in's form, and `formats` that are only read. config.json also states how a
+    chain's last token is drafted.
+    """
 
     def engine_config(draft: Any, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:
         hybrid = {"contrast": draft.config.contrast, "parallel": export.parallel}
@@ -236,7 +238,7 @@ def _add_hybrid(names: Names, form: FileFormat, others: dict[str, FileFormat], n
 
     form = replace(form, plug_in=PLUG_IN, with_lookup=form.architecture)
     changes: Any = {"engine_config": engine_config, "not_exported": not_exported, "settings": SETTINGS}
-    return replace(names, forms={"vllm": form} | others, keys={**names.keys, "parallel": ()}, **changes)
+    return replace(names, forms={"vllm": form} | formats, keys={**names.keys, "parallel": ()}, **changes)
 
 
 FORM = FileFormat(architecture="EagleJakiroForCausalLM", unsupported=NO_BIAS)

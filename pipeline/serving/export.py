@@ -36,6 +36,7 @@ from pipeline.serving.load import target_of
 
 LOOKUP, LOOKUP_CHAIN = "prompt-lookup", 8
 PLUG_IN_VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # Runner V2, the default on GPUs, does not have V1's proposer
+METRICS = "PROMETHEUS_MULTIPROC_DIR"  # a new folder: with it vLLM's /metrics also has the plug-in's counts
 GGUF, DRAFT_GGUF = "gguf", "draft.gguf"
 TRANSFORMERS = "transformers"
 # Engines that `make serve-test` or the tests have run.

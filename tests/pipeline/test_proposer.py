@@ -3,6 +3,7 @@ serve-test` compares the counts of the real one with ours.
 """
 
 import math
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -234,8 +235,16 @@ def test_settings_that_prompt_lookup_does_not_support_are_refused(make, options,
         make(lambda count: count, lookup=2, **options)
 
 
-def test_the_plug_in_has_the_pipelines_pools_which_require_the_standard_library_alone(tmp_path):
-    link = PACKAGE / "vllm_jakiro/pools.py"
-    assert link.is_symlink() and link.resolve() == ROOT / "pipeline/decoding/pools.py"
-    alone = [sys.executable, "-I", "-S", "-c", f"exec(open({str(link)!r}).read())"]
+LINKS = {"pools.py": "pipeline/decoding/pools.py", "residual.py": "pipeline/drafts/parallel/residual.py"}
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_the_plug_in_has_files_of_the_pipeline_which_import_nothing_else_of_it(name):
+    link = PACKAGE / "vllm_jakiro" / name
+    assert link.is_symlink() and link.resolve() == ROOT / LINKS[name]
+    assert not re.search(r"^\s*(from|import) pipeline", link.read_text(), re.MULTILINE)
+
+
+def test_the_pools_require_the_standard_library_alone(tmp_path):
+    alone = [sys.executable, "-I", "-S", "-c", f"exec(open({str(PACKAGE / 'vllm_jakiro/pools.py')!r}).read())"]
     subprocess.run(alone, cwd=tmp_path, check=True)

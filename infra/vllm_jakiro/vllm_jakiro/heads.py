@@ -19,20 +19,9 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
 
 from vllm_jakiro.models import EaglePromptLookupForCausalLM, Weights
 from vllm_jakiro.proposer import FurtherTokens, install
+from vllm_jakiro.residual import ResBlock
 
 SERIAL = 2  # forwards of Gumiho's layers in a round
-
-
-class ResidualBlock(nn.Module):
-    """A residual block r(x) + SiLU(W x + b); r is linear if the width changes."""
-
-    def __init__(self, inputs: int, width: int):
-        super().__init__()
-        self.linear = nn.Linear(inputs, width)
-        self.res_connection = nn.Linear(inputs, width) if inputs != width else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.res_connection(x) + nn.functional.silu(self.linear(x))
 
 
 def _check_length(vllm_config: VllmConfig, most: int) -> None:
@@ -64,7 +53,7 @@ class EagleGumihoForCausalLM(EaglePromptLookupForCausalLM):
         self.model.mlp = nn.ModuleList(
             nn.Sequential(
                 nn.Sequential(nn.Linear(SERIAL * width, width), nn.SiLU()),
-                *(ResidualBlock(width, width) for _ in range(self.config.mlp_blocks)),
+                *(ResBlock(width, width) for _ in range(self.config.mlp_blocks)),
             )
             for _ in range(self.config.mlps)
         )
@@ -105,9 +94,7 @@ class PrefixModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         width = config.hidden_size
         self.heads = nn.ModuleList(
-            nn.Sequential(
-                ResidualBlock((k + 1) * width, width), *(ResidualBlock(width, width) for _ in range(1, config.blocks))
-            )
+            nn.Sequential(ResBlock((k + 1) * width, width), *(ResBlock(width, width) for _ in range(1, config.blocks)))
             for k in range(1, config.heads + 1)
         )
 

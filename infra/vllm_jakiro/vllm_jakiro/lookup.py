@@ -5,6 +5,7 @@ begins when the sampled tokens have arrived there.
 """
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import exp
 from typing import Any
 
@@ -64,7 +65,7 @@ class Lookup:
         return [[] if text is None else self._chain(text, *draft, limit) for text, *draft in drafts]
 
     def _chain(self, text: Text, tokens: list[int], log_probs: list[float], limit: int) -> list[int]:
-        scores = [sum(log_probs[: place + 1]) for place in range(len(tokens))]
+        scores = list(accumulate(log_probs))
         drafted = CandidatePool(tokens, list(range(len(tokens))), scores)
         matches = [(text.tokens, *match) for match in text.index.matches(text.tokens)]
         copied = copy_continuations(matches)

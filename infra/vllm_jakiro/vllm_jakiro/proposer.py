@@ -20,7 +20,7 @@ FORWARDS = Counter("jakiro_draft_forwards", "Forwards of the draft")
 
 
 class FurtherTokens:
-    """What a draft adds to a model of vLLM, so that a `Proposer` drafts with it."""
+    """The methods that a draft adds to a model of vLLM, so that a `Proposer` drafts with it."""
 
     config: Any
 

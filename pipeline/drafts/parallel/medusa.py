@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.decoding.contract import DraftOutput, DraftRequest, RoundInput
+from pipeline.drafts.parallel.residual import ResBlock
 from pipeline.drafts.parts.heads import HeadsConfig, HeadsDraft, facts, make_lm_heads
-from pipeline.drafts.parts.layers import ResBlock
 from pipeline.drafts.parts.losses import LossKind
 from pipeline.drafts.parts.names import NO_OWN_VOCABULARY, Export, FileFormat, Names
 

@@ -9,6 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from pipeline.drafts.native.families import layer_shapes
+from pipeline.drafts.parallel.residual import ResBlock
 from pipeline.drafts.parts.attention.steps import STEPS, Mask
 from pipeline.lm.attention import FULL, declared_positions
 from pipeline.lm.states import count_known_tokens
@@ -123,18 +124,6 @@ class AttentionBlock(nn.Module):
     def attend(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask, cache: DynamicCache | None) -> Tensor:
         out, _ = self.self_attn(x_BTD, position_embeddings=rope, attention_mask=mask, past_key_values=cache)
         return out
-
-
-class ResBlock(nn.Module):
-    """A residual block ``r(x) + SiLU(W x + b)``. r is linear if the width changes, else the identity. W starts at 0."""
-
-    def __init__(self, inputs: int, width: int):
-        super().__init__()
-        self.linear = nn.Linear(inputs, width)
-        self.res_connection = nn.Linear(inputs, width) if inputs != width else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.res_connection(x) + nn.functional.silu(self.linear(x))
 
 
 def norm(config: LlamaConfig, width: int | None = None) -> LlamaRMSNorm:

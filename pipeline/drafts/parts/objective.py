@@ -84,9 +84,9 @@ class Objective:
         counts = [count_positions([dialogue]) for dialogue in dialogues]
         totals, weighted = count_positions(dialogues), [dict(dialogue) for dialogue in dialogues]
         for group, term in {term.group: term for term in self.terms(0) if not term.is_penalty}.items():
-            own = [self.total_weight(term, dialogue_counts) for dialogue_counts in counts]
-            mean = self.total_weight(term, totals) / max(sum(map(bool, own)), 1)
-            for positions, n in zip(weighted, own, strict=True):
+            dialogue_weights = [self.total_weight(term, dialogue_counts) for dialogue_counts in counts]
+            mean = self.total_weight(term, totals) / max(sum(map(bool, dialogue_weights)), 1)
+            for positions, n in zip(weighted, dialogue_weights, strict=True):
                 weights = torch.full((len(positions[group]),), mean / (n or 1), dtype=torch.float32)
                 positions[group] = replace(positions[group], weights=weights)
         return weighted

