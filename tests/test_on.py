@@ -62,6 +62,7 @@ def test_a_feeder_runs_beside_its_training_and_goes_when_that_fails(tmp_path, ca
     assert (tmp_path / "cancelled").exists()
 
 
+@pytest.mark.long
 def test_an_interrupt_says_how_to_cancel_and_leaves_the_job(tmp_path):
     text = f"""
 from jakiro import run

@@ -97,6 +97,7 @@ MEASURE = """<script>addEventListener("load", () => {
 WITH_TABLES = ["commands.html", "serving.html", "reference/recipe.html"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
 def test_pages_fit_a_phones_window_and_a_wide_one_and_show_all_cells_of_small_tables(site):
     """No page is wider than the window: wide tables and commands scroll by themselves. Words are not broken."""

@@ -39,7 +39,10 @@ def inputs_of(kind, rows=ROWS, dtype=torch.float32):
     return logits.to(dtype), kind, p, text if kind == "l1" else best, mass, True
 
 
-@pytest.mark.parametrize("kind", ["soft-ce", "hard-ce", "acceptance", "l1"])
+LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in ("hard-ce", "l1")]
+
+
+@pytest.mark.parametrize("kind", ["soft-ce", "acceptance", *LONG])
 def test_sums_and_gradients_are_those_of_eager_losses(kind):
     for rows in (ROWS, 37, 1):
         inputs = inputs_of(kind, rows)

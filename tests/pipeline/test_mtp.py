@@ -113,7 +113,12 @@ def load_head(config: TargetConfig, settings: MtpConfig) -> tuple[Target, Mtp]:
     return target, draft
 
 
-@pytest.mark.parametrize("family", [*HEADS, "qwen3_5"])  # the last one as it is downloaded, within its multimodal model
+FAMILIES = [*HEADS, "qwen3_5"]  # the last one as it is downloaded, within its multimodal model
+# Their attention and MLP are those of other families.
+LONG = ["glm_moe_dsa", "qwen3_5_text", "qwen3_5_moe_text"]
+
+
+@pytest.mark.parametrize("family", [pytest.param(x, marks=[pytest.mark.long] * (x in LONG)) for x in FAMILIES])
 def test_a_head_is_read_trained_and_decodes_losslessly(tmp_path, family):
     config, saved = save_with_head(tmp_path, family, **SETTINGS.get(family, {}))
     target, draft = load_head(config, saved.config)

@@ -126,8 +126,15 @@ def test_a_text_that_the_engine_refuses_is_refused_alone(engine):
     ("fault", "error", "message"),
     [
         ("memory", PipelineError, "does not load it.*CUDA out of memory"),
-        ("crowded", EngineDied, "ended with status 1, RuntimeError: CUDA out of memory"),
-        ("disk", PipelineError, "jakiro-states-.*could not be written.*No space left on device"),
+        pytest.param(
+            "crowded", EngineDied, "ended with status 1, RuntimeError: CUDA out of memory", marks=pytest.mark.long
+        ),
+        pytest.param(
+            "disk",
+            PipelineError,
+            "jakiro-states-.*could not be written.*No space left on device",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_what_goes_wrong_in_the_engine_is_told_and_nothing_of_it_stays(tiny_target, environment, fault, error, message):

@@ -62,7 +62,8 @@ def test_a_batch_carries_each_state_once(tmp_path, kind, stored_dtype, packed):
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_ranks_exchange_what_training_md_says(dtype):
     """Gradients of P parameters: once a step, by ZeRO-2 once a micro-batch. Weights: from ZeRO-1 on, once a step."""
     launcher = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", str(free_port())]
