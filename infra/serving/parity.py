@@ -53,7 +53,7 @@ COLUMNS += ["draft forwards a round: ours, served"]
 COLUMNS += ["tokens/s: ours plain, served plain, served chain"]
 
 
-def _load_questions(recipe: Recipe) -> list[list[int]]:
+def load_questions(recipe: Recipe) -> list[list[int]]:
     texts, tokenizer = [item["turns"][0] for item in human_eval_prompts()[:PROMPTS]], load_tokenizer(recipe.target)
     return [prompt_ids(tokenizer, [{"role": "user", "content": text}]) for text in texts]
 
@@ -237,7 +237,7 @@ def main() -> None:
     work.mkdir(parents=True)
     os.environ |= Vllm.environment  # for the engine that captures
     engines: list[ServingEngine] = [LlamaCpp(folder, work), Vllm(folder, work)]
-    rows = compare(recipe, with_lookup(recipe.trained), _load_questions(recipe), engines, work)
+    rows = compare(recipe, with_lookup(recipe.trained), load_questions(recipe), engines, work)
     for kind, drafts in DRAFTS.items():
         tiny_recipe, prompts = make_tiny_target(SERVE, kind, TOKENS, work)
         rows += compare(tiny_recipe, with_lookup(drafts), prompts, engines, work, suffix=f"-{kind}")
