@@ -123,7 +123,7 @@ def test_commands_in_help_texts_parse(parse):
             if shown_command := find_command(re.sub(r"[\[\]]| \.\.\.", "", re.split(r" {2,}", line)[0])):
                 parse(shown_command[0], [word.split("|")[0] for word in shown_command[1]])
                 count += 1
-    assert count == 27
+    assert count == 28
 
 
 # -- keys ------------------------------------------------------------------------------------------------------------
