@@ -10,6 +10,7 @@ over groups, with a 95% interval by bootstrap. The prompts are HumanEval's.
 """
 
 import argparse
+import math
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +18,9 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
+from scipy.stats import gmean
 
+from eval.measure.report import bootstrap_interval
 from eval.served import parse_counters
 from infra.serving.engines import ExportedDraft, Vllm
 from infra.serving.parity import load_questions
@@ -56,12 +59,11 @@ class Sums(NamedTuple):
         return (self.tokens - self.answers) / self.seconds
 
 
-def format_ratio(values: list[float], others: list[float]) -> str:
+def format_ratio(values: list[float], references: list[float]) -> str:
     """Format the geometric mean of the ratios with its 95% interval."""
-    logs = np.log(np.array(values) / np.array(others))
-    means = np.random.default_rng(0).choice(logs, (2000, len(logs))).mean(1)
-    low, high = np.exp(np.quantile(means, [0.025, 0.975]))
-    return f"{np.exp(logs.mean()):.2f} [{low:.2f}, {high:.2f}]"
+    ratios = np.array(values) / np.array(references)
+    low, high = bootstrap_interval(gmean, ratios) or (math.nan, math.nan)
+    return f"{gmean(ratios):.2f} [{low:.2f}, {high:.2f}]"
 
 
 class RoundServer(Vllm):

@@ -172,7 +172,7 @@ def facts(draft: Hydra, config_json: dict[str, Any], tensors: Mapping[str, Tenso
 
 def _plug_in_name(name: str, _: Any) -> str:
     name = re.sub(r"^prefix\.(?:layer|(?=norm))", lambda at: "layers.0" if at[0] == "prefix.layer" else "", name)
-    return re.sub(r"^lm_heads\.", "own.", name)
+    return re.sub(r"^lm_heads\.", "token_heads.", name)
 
 
 def engine_config(draft: Hydra, weights: dict[str, Tensor], export: Export) -> dict[str, Any]:

@@ -93,7 +93,7 @@ GUMIHO |= {
 HYDRA = {f"layers.0.{name}" for name in LAYER | {"input_layernorm.weight"}} | {"norm.weight"}
 HYDRA |= {f"heads.{k}.{n}.linear.{part}" for k in range(3) for n in range(2) for part in ("weight", "bias")}
 HYDRA |= {f"heads.{k}.0.res_connection.{part}" for k in range(3) for part in ("weight", "bias")}
-HYDRA |= {f"own.{k}.weight" for k in range(3)}
+HYDRA |= {f"token_heads.{k}.weight" for k in range(3)}
 CASES = {  # settings, engine -> architecture, names
     "eagle to vllm": (EagleConfig(window=64), "vllm", "LlamaForCausalLM", EAGLE),
     "eagle to sglang": (EagleConfig(), "sglang", "LlamaForCausalLMEagle", EAGLE | {"fc.bias"}),

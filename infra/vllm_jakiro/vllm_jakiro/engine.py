@@ -184,7 +184,7 @@ def main() -> None:
             for request in requests.take(wait=server.idle):
                 server.add(request)
             server.step()
-    except Exception as error:
+    except Exception as error:  # whatever ends this process, its parent is told
         send({"failed": f"{type(error).__name__}: {error}"})
         os._exit(1)
 

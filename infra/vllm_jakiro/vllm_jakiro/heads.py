@@ -126,7 +126,7 @@ class EagleHydraForCausalLM(FurtherTokens, EagleLlamaForCausalLM):
         )
         self.logits_processor = LogitsProcessor(self.config.vocab_size)
         count = self.config.heads if self.config.own_head else 0
-        self.model.own = nn.ModuleList(
+        self.model.token_heads = nn.ModuleList(
             nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=self.config.head_bias) for _ in range(count)
         )
 
@@ -137,7 +137,7 @@ class EagleHydraForCausalLM(FurtherTokens, EagleLlamaForCausalLM):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         return (
-            self.model.own[self._place](hidden_states)
+            self.model.token_heads[self._place](hidden_states)
             if self.config.own_head
             else super().compute_logits(hidden_states)
         )

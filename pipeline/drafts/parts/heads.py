@@ -77,7 +77,7 @@ def facts(draft: HeadsDraft, config_json: dict[str, Any], tensors: Mapping[str, 
     head_tensors = [
         name
         for name in tensors
-        if re.match(r"(hydra_)?lm_heads?\.|own\.|(medusa_head\.)?\d+\.\d+\.(weight|bias)$", name)
+        if re.match(r"(hydra_)?lm_heads?\.|token_heads\.|(medusa_head\.)?\d+\.\d+\.(weight|bias)$", name)
     ]
     stated = {
         "heads": len(heads),
