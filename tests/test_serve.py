@@ -26,6 +26,7 @@ from pipeline.basics.files import ROOT
 from pipeline.decoding.config import Method, chain
 from pipeline.drafts.eagle import EagleConfig
 from pipeline.drafts.eagle3 import Eagle3Config
+from pipeline.drafts.hydra import HydraConfig
 from pipeline.drafts.jakiro import JakiroConfig
 from pipeline.drafts.parallel.dflash import DFlashConfig
 from pipeline.drafts.parts.names import PLUG_IN
@@ -70,12 +71,12 @@ def released(deep_target, tmp_path, monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     target, folder = deep_target
 
-    def factory(settings, seed: int = 0, name: str = "run", **target_keys) -> Path:
+    def factory(settings, seed: int = 0, name: str = "run", secondary=(), **target_keys) -> Path:
         tree = recipe_tree(folder, write_sharegpt(tmp_path / "data.json"), tmp_path / name)
         tree["target"] |= target_keys
         recipe = Recipe.model_validate(tree)
         draft = make_draft(target, target.embed_head(fingerprint(recipe.target)), settings, seed)
-        method = Method(draft="jakiro", tree=settings.resolve(chain(GUESSES)))
+        method = Method(draft="jakiro", tree=settings.resolve(chain(GUESSES)), secondary=list(secondary))
         write_release(recipe.paths.release, draft, recipe, "jakiro", method)
         return write_recipe(tree, tmp_path / name / "recipe")
 
@@ -165,6 +166,15 @@ def test_prompt_lookup_is_added_with_a_form_of_its_own(released, environment, ru
     assert "requires the plug-in" in refusal(recipe, "--python", without, "--dry-run", "--prompt-lookup")
 
 
+def test_prompt_lookup_that_the_engine_does_not_have_is_named(released, environment, run):
+    """A hydra's form has none; the line is there again when the draft was exported earlier."""
+    recipe, python = released(HydraConfig(), secondary=["prompt-lookup"]), environment()
+    for _ in range(2):
+        lines = run(recipe, "--python", python, "--dry-run")
+        assert lines[2] == "exported without prompt lookup, which vllm does not have here"
+        assert "disable_padded_drafter_batch" not in lines[-1]
+
+
 def test_a_head_is_served_from_the_exported_target(environment, run, tmp_path, monkeypatch):
     monkeypatch.setenv("JAKIRO_CACHE", str(tmp_path / "cache"))
     config, _, release = release_of(tmp_path, "mimo")
@@ -197,6 +207,18 @@ def test_a_draft_is_exported_once_for_each_content_of_its_release(released, envi
         weights.seek(-1, os.SEEK_END)
         weights.write(b"\xff")
     assert "SHA-256 differs" in refusal(recipe, *command)
+
+
+def test_changed_code_exports_the_draft_again_but_converts_no_target(released, tmp_path, monkeypatch):
+    release = released(EagleConfig()).parent / "release"
+    (tmp_path / "convert_hf_to_gguf.py").touch()
+    config = TargetConfig(model="me/target")
+    before, after = ({engine: Form(release, engine, config, tmp_path) for engine in ("vllm", "gguf")} for _ in range(2))
+    drafts = {form.draft for form in before.values()}
+    assert len(drafts) == 2 and drafts == {form.draft for form in after.values()}
+    monkeypatch.setattr("infra.serving.forms.hash_code", lambda: "changed")
+    changed = Form(release, "gguf", config, tmp_path)
+    assert changed.draft not in drafts and changed.target == before["gguf"].target
 
 
 def test_the_releases_template_goes_to_the_engine_with_its_keywords(released, environment, run, tmp_path):

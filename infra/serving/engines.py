@@ -87,6 +87,10 @@ class ServingEngine:
         """Return the draft's forwards in a round since the start; None if they are not counted."""
         return None
 
+    def sources_add_up(self, address: str) -> bool:
+        """Return whether draft tokens counted by their source, if they are, add up to the engine's counts."""
+        return True
+
     @contextmanager
     def serve(self, target: str, draft: ExportedDraft | None = None) -> Iterator[str]:
         """Start the engine and yield its address once it answers. Raise PipelineError if it ends before that."""
@@ -216,6 +220,11 @@ class Vllm(ServingEngine):
     def draft_forwards(self, address: str) -> float | None:
         rounds = self._read_metric(address, "jakiro_draft_rounds_total")  # of the plug-in
         return self._read_metric(address, "jakiro_draft_forwards_total") / rounds if rounds else None
+
+    def sources_add_up(self, address: str) -> bool:
+        counters = parse_counters(self.metrics(address))
+        sums = [self._read_metric(address, f"jakiro_{name}_tokens_total") for name in ("proposed", "accepted")]
+        return counters is None or sums == [counters.counts.drafted, counters.counts.accepted]
 
     def counts(self, answer: Generation, drafted: list[int], tokens: int) -> tuple[int, ...]:
         """Return the counts of vLLM, which always drafts the full chain, and counts all that it accepts."""

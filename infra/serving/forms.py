@@ -1,7 +1,7 @@
 """A release in the form that an engine loads: target and draft, exported or converted once, in the cache folder.
 
-A file's name in the cache follows from the content that it is made from: a changed release, target, converter or
-version of this project makes another file. Files are complete or absent.
+A file's name in the cache follows from the content that it is made from: a changed release, target or converter makes
+another file, and so does changed code of `pipeline/` for a draft. Files are complete or absent.
 """
 
 import json
@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from pipeline.artifacts import checkpoint
-from pipeline.artifacts.provenance import revision
 from pipeline.basics.embedded import cache_dir
 from pipeline.basics.errors import PipelineError
-from pipeline.basics.files import lock_file
+from pipeline.basics.files import ROOT, lock_file
 from pipeline.basics.fingerprint import cached_sha256
 from pipeline.basics.public import public_name
 from pipeline.lm.config import TargetConfig
@@ -37,6 +37,12 @@ def resolve_target(release: Path, target: str | None, recipe: Recipe | None) -> 
             "RECIPE FOLDER writes it; then add --target FOLDER"
         )
     return config.model_copy(update={"adapter": None})
+
+
+def hash_code() -> str:
+    """Return a hash of the code of `pipeline/`, which reads releases and writes drafts."""
+    paths = sorted((ROOT / "pipeline").rglob("*.py"))
+    return sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -64,13 +70,14 @@ class Form:
     def draft(self) -> Path:
         """The folder with the exported draft; for an MTP head the target that holds it."""
         files = [self.release / name for name in (checkpoint.CONFIG, checkpoint.WEIGHTS)]
-        return self._path([cached_sha256(path) for path in files if path.is_file()])
+        contents = [cached_sha256(path) for path in files if path.is_file()]
+        return self._path([hash_code(), self.engine, self.prompt_lookup, *contents])
 
     @cached_property
     def target(self) -> str:
         """The target as the engine loads it: a folder, a file or a Hub id."""
         if self.engine == GGUF:
-            return str(self.gguf or self._path(["target"]).with_suffix(".gguf"))
+            return str(self.gguf or self._path([]).with_suffix(".gguf"))
         return str(self.folder or self.config.model)
 
     @property
@@ -79,10 +86,10 @@ class Form:
         folder = Path(self.config.model).expanduser()
         return public_name(str(folder.absolute())) if folder.is_dir() else self.config.model
 
-    def _path(self, content: list[str]) -> Path:
+    def _path(self, content: list[Any]) -> Path:
         converter = cached_sha256(find_converter(self.llama_cpp)) if self.llama_cpp else None
         target = [self.config.model, self.config.revision, self.identity and asdict(self.identity)]
-        key = json.dumps([revision(), self.engine, self.prompt_lookup, converter, target, content])
+        key = json.dumps([converter, target, content])
         return cache_dir().absolute() / "served" / sha256(key.encode()).hexdigest()[:32]
 
     def write(self) -> Iterator[str]:

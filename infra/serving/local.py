@@ -26,7 +26,12 @@ from pipeline.recipe.recipe import Recipe
 from pipeline.serving.export import LOOKUP, LOOKUP_CHAIN
 
 CHAIN, TOKENS = 3, 40
-CHAINS = {"jakiro-scalar": 2, "gumiho": 5, "hydra": 4}  # draft tokens of a chain, by the draft's name, if not CHAIN
+CHAINS = {
+    "jakiro-scalar": 2,
+    "gumiho": 5,
+    "hydra": 4,
+    "hydra-shared": 4,
+}  # draft tokens of a chain, by the draft's name, if not CHAIN
 WITH_LOOKUP = f" + {LOOKUP}"
 
 

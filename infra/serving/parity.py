@@ -7,7 +7,7 @@ prompts greedily with chains of draft tokens, and so does our decoding. The same
 RoPE (infra/serving/tiny.py), after prompts of up to 1,500 tokens. A row of the table is a draft in an engine. An
 EAGLE-3 draft has one row more: it compares the acceptance estimated in training, along vLLM's answers and from the
 states that vLLM captured meanwhile, with what vLLM serves. The exit status is 1 if a token, a count or
-the number of draft forwards in a round differs.
+the number of draft forwards in a round differs, or if the counts of draft tokens by source do not add up to vLLM's.
 """
 
 import argparse
@@ -105,13 +105,14 @@ def make_batched_row(
     requests, local_answers = prompts * engine.requests_per_prompt, local_chains * engine.requests_per_prompt
     with engine.serve(model, draft) as address:
         answers, counts, preemptions = engine.ask_at_once(address, model, requests, TOKENS)
-        forwards = engine.draft_forwards(address)
+        forwards, adds_up = engine.draft_forwards(address), engine.sources_add_up(address)
     local_counts = [engine.counts(answer.generation, answer.drafted, TOKENS) for answer in local_answers]
     sums = tuple(sum(column) for column in zip_longest(*local_counts, fillvalue=0))
     same_counts = {"same_counts": len(requests) if sums == counts else 0}
     return {
         "engine": f"{engine.name} ({engine.version}), {engine.at_once} at once, {preemptions} preemptions",
         **({"preemptions": preemptions} if engine.preempts else same_counts),
+        **({"sources_add_up": adds_up} if WITH_LOOKUP in name else {}),
         "draft": name,
         "hardware": hardware("cpu"),
         "prompts": len(requests),
@@ -124,11 +125,11 @@ def make_batched_row(
 
 
 def differs(row: dict) -> bool:
-    """Return whether tokens, counts or draft forwards differ from ours."""
+    """Return whether tokens, counts or draft forwards differ from ours, or the counts by source do not add up."""
     forwards = row["draft_forwards_served"]
     agreeing = {row.get(key, row["prompts"]) for key in ("same_plain", "same_chain", "same_counts")}
     is_equal = agreeing == {row["prompts"]} and forwards == row["draft_forwards_ours"]
-    return not (is_equal and row.get("preemptions", True))
+    return not (is_equal and row.get("preemptions", True) and row.get("sources_add_up", True))
 
 
 def count_draft_forwards(saved: checkpoint.CheckpointConfig, answers: list[LocalAnswer]) -> float | None:
@@ -207,9 +208,10 @@ def compare(
             with engine.serve(served_model[name], exported[name]) as address:
                 served_chains = [engine.ask(address, served_model[name], ids, TOKENS) for ids in local.prompts]
                 forwards = local_forwards[name] if isinstance(engine, Vllm) else None, engine.draft_forwards(address)
+                adds_up = {"sources_add_up": engine.sources_add_up(address)} if WITH_LOOKUP in name else {}
             served = served_plain, served_chains
             chains = local.plain_answers, local_chains[name]
-            add_row(make_row(engine, f"{name}{suffix}", chains, served, forwards))
+            add_row(make_row(engine, f"{name}{suffix}", chains, served, forwards) | adds_up)
             if isinstance(engine, Vllm) and name in recipe.draft and recipe.draft[name].kind == "eagle3":
                 answers, estimates = local.estimate(loaded[name], engine.python)
                 # Tokens that vLLM accepts after an answer's end are in no text.

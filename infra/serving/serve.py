@@ -37,6 +37,7 @@ from pipeline.serving.export import (
     PLUG_IN_VARIABLES,
     TESTED_VERSIONS,
     add_lookup,
+    describe_left_out,
     format_launch_command,
     required_plug_in,
 )
@@ -272,7 +273,7 @@ def main() -> None:
         require_free(address)
     if form.identity is not None and form.identity.fingerprint != saved.target["fingerprint"]:
         print(f"note: {form.folder} is not the target that the draft was trained for, so it may accept fewer tokens")
-    for line in form.write():
+    for line in (*form.write(), *describe_left_out(saved, engine)):
         print(line, flush=True)
     if not address.is_loopback:
         has_key = bool(os.environ.get(key))

@@ -38,7 +38,7 @@ RATE_AND_STEPS = {
     "small": (2e-3, 4),
     "dflash": (3e-3, 40),
     "mtp": (5e-3, 80),
-    **dict.fromkeys(("jakiro", "jakiro-scalar", "gumiho", "hydra"), (5e-3, 25)),
+    **dict.fromkeys(("jakiro", "jakiro-scalar", "gumiho", "hydra", "hydra-shared"), (5e-3, 25)),
     "jakiro3": (1e-2, 6),
 }  # learning rate and steps, if not the default ones
 DEFAULT_RATE_AND_STEPS = (1e-2, 4)
@@ -64,6 +64,7 @@ DRAFTS = {  # by the target's RoPE
         "jakiro3": EAGLE_3.replace('"eagle3"', '"jakiro", frame="eagle-3", experts=4'),
         "gumiho": f'{{kind="gumiho", vocabulary={VOCABULARY}}}',
         "hydra": '{kind="hydra"}',
+        "hydra-shared": '{kind="hydra", own_head=false}',  # with the target's LM head
     },
     "yarn": {"eagle3": EAGLE_3, "dflash": DFLASH.replace("}", ", window=16}")},
     "mimo": {"mtp": '{kind="mtp", before_norm=true}'},

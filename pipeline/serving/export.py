@@ -86,9 +86,7 @@ def export(
             building.mkdir()
             convert(llama_cpp, form, building / DRAFT_GGUF, folder)
         building.replace(out)
-    left_out = saved.method.secondary and not has_lookup(saved, engine)
-    note = [f"exported without prompt lookup, which {engine} does not have here"] if left_out else []
-    return [f"{engine}: {out}", *note, *_launch(saved, engine, out)]
+    return [f"{engine}: {out}", *describe_left_out(saved, engine), *_launch(saved, engine, out)]
 
 
 def list_tested_engines(release: Path) -> dict[str, list[str]]:
@@ -125,6 +123,12 @@ def has_lookup(saved: checkpoint.CheckpointConfig, engine: str) -> bool:
     """
     has_norms = getattr(saved.config, "qk_norm", False)  # of another layer than the plug-in's
     return bool(saved.method.secondary and _form_of(saved.config, engine)[1].with_lookup and not has_norms)
+
+
+def describe_left_out(saved: checkpoint.CheckpointConfig, engine: str) -> list[str]:
+    """Return a line about prompt lookup if the release's method has it, but the exported draft does not."""
+    left_out = saved.method.secondary and not has_lookup(saved, engine)
+    return [f"exported without prompt lookup, which {engine} does not have here"] if left_out else []
 
 
 def vllm_method(config: DraftConfig, looks_up: bool = False) -> dict[str, Any]:

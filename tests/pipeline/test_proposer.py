@@ -29,7 +29,7 @@ class StandIn:
     def __init__(self, model, probabilistic=False, padded=True):
         self.model, self._enable_probabilistic_draft_probs = model, probabilistic
         self.speculative_config = SimpleNamespace(disable_padded_drafter_batch=not padded)
-        self.arange, self.asked, self.num_speculative_tokens = torch.arange(16), [], 3
+        self.arange, self.asked, self.built, self.num_speculative_tokens = torch.arange(16), [], 0, 3
 
     def initialize_attn_backend(self, *_):
         return "initialised"
@@ -43,6 +43,9 @@ class StandIn:
     def set_inputs_first_pass(self, *_, **__):
         return 9, torch.tensor([3, 7]), None
 
+    def build_per_group_and_layer_attn_metadata(self):
+        self.built += 1
+
     def _greedy_sample(self, hidden):
         return self.model.compute_logits(hidden).argmax(-1)
 
@@ -55,6 +58,8 @@ class StandIn:
         self.asked.append(count)
         self.num_speculative_tokens = count
         self.set_inputs_first_pass()
+        for _ in range(max(count, 1)):
+            self.build_per_group_and_layer_attn_metadata()
         outputs = [self._sample_draft_tokens(torch.eye(VOCABULARY)[[n, n + 1]], None) for n in range(count)]
         self._last_draft_probs = torch.stack([probs for _, probs in outputs], 1) if outputs[0][1] is not None else None
         return torch.stack([tokens for tokens, _ in outputs], dim=1)
@@ -76,9 +81,10 @@ def proposer(monkeypatch):
     """The plug-in's module `proposer` with the stand-in."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "vllm_jakiro")]:
         monkeypatch.delitem(sys.modules, name)
+    rank = SimpleNamespace(number=0)
     for name, names in {
         "vllm": {},
-        "vllm.distributed": {"get_tensor_model_parallel_rank": lambda: 0},
+        "vllm.distributed": {"get_tensor_model_parallel_rank": lambda: rank.number},
         "vllm.v1": {},
         "vllm.v1.spec_decode": {},
         "vllm.v1.spec_decode.eagle": {"EagleProposer": type("EagleProposer", (StandIn,), {})},
@@ -91,7 +97,7 @@ def proposer(monkeypatch):
     monkeypatch.setattr("prometheus_client.Counter", lambda name, *_: StandInCounter(counts, name))
     import vllm_jakiro.proposer as module
 
-    module.counts = counts
+    module.counts, module.rank = counts, rank
     module.install(SimpleNamespace(use_v2_model_runner=False))
     yield module
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_jakiro"]:
@@ -104,10 +110,11 @@ def make(proposer):
 
     class StandInDraft(proposer.FurtherTokens):
         def __init__(self, forwards, lookup):
-            self.count_forwards, self.calls = forwards, []
+            self.count_forwards, self.calls, self.places = forwards, [], []
             self.config = SimpleNamespace(prompt_lookup=lookup)
 
         def compute_logits(self, hidden):
+            self.places.append(self.place)
             return hidden
 
         def predict_next(self, rows, tokens):
@@ -136,11 +143,20 @@ def test_a_runner_without_this_proposer_is_refused(proposer):
 
 
 def test_a_model_in_a_wrapper_is_recognised(make, proposer):
-    base, inner = sys.modules["vllm.v1.spec_decode.eagle"].EagleProposer, make(lambda count: count).model
-    wrapper = SimpleNamespace(unwrap=lambda: inner, config=inner.config)
-    made = base(wrapper)
+    base, inner = sys.modules["vllm.v1.spec_decode.eagle"].EagleProposer, make(lambda count: 1).model
+
+    class Wrapper:
+        unwrap = staticmethod(lambda: inner)
+
+        def __getattr__(self, name):
+            return getattr(inner, name)
+
+    made = base(Wrapper())
     made.initialize_attn_backend()
     assert type(made) is proposer.Proposer
+    for _ in range(2):  # the second round begins at the chain's first place again, although no forward of Python runs
+        made.propose(3, sampling_metadata=None)
+    assert inner.places == [0, 1, 2] * 2
 
 
 def test_a_rank_without_a_request_runs_as_many_forwards(make):
@@ -167,6 +183,7 @@ def test_each_further_token_sees_those_before(make):
     made = make(lambda count: min(count, 2))
     assert made.propose(4, sampling_metadata=None).tolist() == [[0, 1, 3, 2], [1, 2, 0, 0]]
     assert made.asked == [2] and [len(tokens[0]) for _, tokens in made.model.calls] == [2, 3]
+    assert made.model.places == [0, 0, 2, 3]
 
 
 def test_the_probabilities_of_drawn_tokens_go_along(make):
@@ -177,12 +194,22 @@ def test_the_probabilities_of_drawn_tokens_go_along(make):
     assert torch.equal(probs[:, 2], torch.eye(VOCABULARY)[[3, 0]].softmax(-1))
 
 
-def ask(made, texts, sampled, limit):
-    """One round, after these tokens were sampled for the requests of these texts."""
+def test_the_likeliest_tokens_are_those_of_the_drafts_own_logits(make):
+    assert make(lambda count: count).model.get_top_tokens(torch.eye(VOCABULARY)[[4, 2]]).tolist() == [4, 2]
+
+
+def ask(made, texts, sampled, limit, verified=(), computed=()):
+    """One round, after these tokens were sampled for the requests of these texts. `verified`: their draft tokens;
+    `computed`: how much of each text was computed before.
+    """
     width = max(map(len, texts.values()))
     rows = np.array([[*text, *[-1] * (width - len(text))] for text in texts.values()])
     batch = SimpleNamespace(
-        req_ids=list(texts), token_ids_cpu=rows, num_tokens_no_spec=[len(text) for text in texts.values()]
+        req_ids=list(texts),
+        token_ids_cpu=rows,
+        num_tokens_no_spec=[len(text) for text in texts.values()],
+        num_computed_tokens_cpu=computed or [0] * len(texts),
+        spec_token_ids=verified or [[]] * len(texts),
     )
     made.prepare_next_token_ids_cpu(sampled, dict.fromkeys(texts), batch, {})
     return made.propose(limit, sampling_metadata=None)
@@ -197,10 +224,43 @@ def test_each_request_gets_the_better_chain_of_its_draft_and_its_text(make, prop
     chains = ask(made, {"a": [10, 11, 12], "b": repeated}, [[12], [52]], 5)
     assert chains == [[0, 1], [53, 54, 55, 50, 51]]
     assert made.asked == [2]
-    chains = ask(made, {"b": [*repeated, 53, 54, 9], "c": [1, 2]}, [[53, 54, 9], []], 5)
+    verified = [chains[1], []]
+    chains = ask(made, {"b": [*repeated, 53, 54, 9], "c": [1, 2]}, [[53, 54, 9], []], 5, verified)
     assert chains == [[0, 1], []]
-    counts = {name: count for name, count in proposer.counts.items() if "tokens" in name}
-    assert counts == {"jakiro_proposed_tokens copy": 5, "jakiro_accepted_tokens copy": 2}
+    assert token_counts(proposer) == {"jakiro_proposed_tokens copy": 5, "jakiro_accepted_tokens copy": 2}
+
+
+def token_counts(proposer):
+    return {name: count for name, count in proposer.counts.items() if "tokens" in name}
+
+
+@pytest.mark.parametrize(
+    ("verified", "sampled", "counts"),
+    [
+        ([53, 54, 55], [53, 54, 55, 9], {"proposed": 3, "accepted": 3}),  # the scheduler cut the proposal
+        ([], [53], {}),  # and dropped it
+        ([0, 0, 0, 0, 0], [53], {}),  # vLLM verified others: near the longest text it does not draft
+    ],
+)
+def test_only_verified_draft_tokens_are_counted(make, proposer, verified, sampled, counts):
+    made = make(lambda count: count, lookup=2, padded=False)
+    text = [50, 51, 52, 53, 54, 55, 50, 51, 52]
+    ask(made, {"a": text, "b": [7, 8]}, [[52], [8]], 5)
+    ask(made, {"a": [*text, *sampled], "b": [7, 8, 9]}, [sampled, [9]], 5, [verified, []])
+    assert token_counts(proposer) == {f"jakiro_{name}_tokens copy": count for name, count in counts.items()}
+
+
+def test_a_prompt_is_read_as_far_as_it_is_computed(make):
+    made = make(lambda count: count, lookup=2, padded=False)
+    ask(made, {"a": [1, 2, 3, 4], "b": [7, 8]}, [[], [8]], 2, computed=[3, 1])
+    assert made._lookup._texts["a"].tokens == [1, 2, 3] and made._lookup._texts["b"].tokens == [7, 8]
+
+
+def test_other_ranks_read_no_text(make, proposer):
+    proposer.rank.number = 1
+    made = make(lambda count: count, lookup=2, padded=False)
+    assert ask(made, {"a": [1, 2], "b": [3, 4]}, [[2], [4]], 5) == [[], []]
+    assert made.asked == [2] and made._lookup is None and not proposer.counts
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 6])

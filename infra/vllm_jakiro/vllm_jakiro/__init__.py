@@ -1,6 +1,6 @@
 """Register our drafts with vLLM, which calls `register` in each of its processes."""
 
-__version__ = "0.5.0"  # which pipeline/features/engines/vllm.py expects
+__version__ = "0.5.1"  # which pipeline/features/engines/vllm.py expects
 ARCHITECTURES = {  # by the module
     "models": (
         *("EagleJakiroForCausalLM", "EaglePromptLookupForCausalLM"),  # in EAGLE-1's frame

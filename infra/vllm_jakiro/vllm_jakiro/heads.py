@@ -33,7 +33,7 @@ def _check_length(vllm_config: VllmConfig, most: int) -> None:
 
 
 class JoinedInputs(ReplicatedLinear):
-    """EAGLE's fc. It stores its outputs of the last forward, at a fixed address."""
+    """EAGLE's fc. It stores its outputs of the last forward, at a fixed address, as CUDA graphs require."""
 
     def forward(self, x: Tensor) -> Any:
         joined = super().forward(x)
@@ -50,6 +50,7 @@ class EagleGumihoForCausalLM(EaglePromptLookupForCausalLM):
         _check_length(vllm_config, SERIAL + self.config.mlps)
         self.model.fc.__class__ = JoinedInputs
         self.model.fc.register_buffer("joined_TD", torch.zeros(tokens, width), persistent=False)
+        self.register_buffer("features_TD", torch.zeros(tokens, width), persistent=False)
         self.model.mlp = nn.ModuleList(
             nn.Sequential(
                 nn.Sequential(nn.Linear(SERIAL * width, width), nn.SiLU()),
@@ -60,7 +61,7 @@ class EagleGumihoForCausalLM(EaglePromptLookupForCausalLM):
 
     def forward(self, *inputs: Any, **more: Any) -> tuple[Tensor, Tensor]:
         outputs = super().forward(*inputs, **more)
-        self._features = outputs[0]
+        self.features_TD[: len(outputs[0])] = outputs[0]
         return outputs
 
     def needs_proposer(self) -> bool:
@@ -73,7 +74,7 @@ class EagleGumihoForCausalLM(EaglePromptLookupForCausalLM):
         fc, place = self.model.fc, tokens.shape[1] - SERIAL
         if place == 0:
             before = fc.joined_TD[rows].clone()
-            after = fc(torch.cat([self.model.embed_tokens(tokens[:, 1].int()), self._features[rows]], dim=-1))
+            after = fc(torch.cat([self.model.embed_tokens(tokens[:, 1].int()), self.features_TD[rows]], dim=-1))
             self._pairs = torch.cat([before, after], dim=-1)
         return self.model.mlp[place](self._pairs)
 
@@ -129,15 +130,17 @@ class EagleHydraForCausalLM(FurtherTokens, EagleLlamaForCausalLM):
         self.model.token_heads = nn.ModuleList(
             nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=self.config.head_bias) for _ in range(count)
         )
+        shape = vllm_config.scheduler_config.max_num_batched_tokens, 2 * self.config.hidden_size
+        self.register_buffer("joined_TE", torch.zeros(shape), persistent=False)
 
     def forward(self, input_ids: Tensor, positions: Tensor, hidden_states: Tensor, inputs_embeds: Any = None) -> Any:
-        self._joined, features = self.model(input_ids, positions, hidden_states)
-        self._place = 0
+        joined, features = self.model(input_ids, positions, hidden_states)
+        self.joined_TE[: len(joined)] = joined
         return features, features
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         return (
-            self.model.token_heads[self._place](hidden_states)
+            self.model.token_heads[self.place](hidden_states)
             if self.config.own_head
             else super().compute_logits(hidden_states)
         )
@@ -146,7 +149,6 @@ class EagleHydraForCausalLM(FurtherTokens, EagleLlamaForCausalLM):
         return min(tokens, 1)
 
     def predict_next(self, rows: Tensor, tokens: Tensor) -> Tensor:
-        self._place = tokens.shape[1]
-        before = self._joined[rows] if self._place == 1 else self._selected
+        before = self.joined_TE[rows] if self.place == 1 else self._selected
         self._selected = torch.cat([before, self.model.embed(tokens[:, -1].int())], dim=-1)
-        return self.model.heads[self._place](self._selected)
+        return self.model.heads[self.place](self._selected)

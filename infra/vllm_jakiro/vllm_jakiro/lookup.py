@@ -20,13 +20,22 @@ ACCEPTED = Counter("jakiro_accepted_tokens", "Accepted draft tokens, by where th
 
 @dataclass
 class Text:
-    """A request's verified tokens, and where the last proposal's tokens come from. A token takes about 20 µs and 1.6 KB
+    """A request's verified tokens, and its last proposal with the tokens' sources. A token takes about 20 µs and 1.6 KB
     of the host when it is read.
     """
 
     tokens: list[int] = field(default_factory=list)
     index: SuffixIndex = field(default_factory=SuffixIndex)
+    chain: list[int] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
+
+    def count(self, verified: list[int], accepted: int) -> None:
+        """Count the tokens that vLLM verified: it may drop a proposal, cut it, or replace it."""
+        for place, (token, proposed, source) in enumerate(zip(verified, self.chain, self.sources, strict=False)):
+            if token != proposed:
+                break
+            PROPOSED.labels(source).inc()
+            ACCEPTED.labels(source).inc(place < accepted)
 
     def read(self, tokens: Any) -> None:
         """Read the tokens that are new in vLLM's copy, an array: a request's text only grows."""
@@ -37,25 +46,22 @@ class Text:
 class Lookup:
     """The texts of a batch's requests."""
 
-    def __init__(self, draft_length: int, is_counting: bool):
-        """`draft_length`: tokens that the draft drafts in a round; `is_counting`: whether this process counts."""
-        self.draft_length, self._is_counting = draft_length, is_counting
+    def __init__(self) -> None:
         self._texts: dict[str, Text] = {}
 
     def read(self, batch: Any, requests: dict[str, Any], sampled: list[list[int]]) -> None:
         """Read the texts of vLLM's `batch` after it sampled these tokens for each request, none in a part of a
-        prefill.
+        prefill. Then the text is read up to that part.
         """
         self._texts = {name: text for name, text in self._texts.items() if name in requests}
         self._batch: list[Text | None] = []
         for row, (name, tokens) in enumerate(zip(batch.req_ids, sampled, strict=True)):
-            text = self._texts.setdefault(name, Text()) if tokens else None
-            if text is not None:
-                for place, source in enumerate(text.sources if self._is_counting else ()):
-                    PROPOSED.labels(source).inc()
-                    ACCEPTED.labels(source).inc(place < len(tokens) - 1)
-                text.read(batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]])
-            self._batch.append(text)
+            text = self._texts.setdefault(name, Text())
+            if tokens:
+                text.count(batch.spec_token_ids[row], len(tokens) - 1)
+            length = (batch.num_tokens_no_spec if tokens else batch.num_computed_tokens_cpu)[row]
+            text.read(batch.token_ids_cpu[row, :length])
+            self._batch.append(text if tokens else None)
 
     def chains(self, tokens_BK: Tensor, log_probs_BK: Tensor, limit: int) -> list[list[int]]:
         """Return each request's chain of at most `limit` tokens; none in a part of a prefill. `tokens_BK`: those that
@@ -72,5 +78,6 @@ class Lookup:
         probabilities = [copy_probability(*at) for at in zip(copied.depths(), copied.scores, strict=True)]
         merged = merge([(drafted, [exp(min(score, 0.0)) for score in scores]), (copied, probabilities)])
         chain = merged.chain_tokens(limit)
+        text.chain = chain
         text.sources = ["draft" if chain[: n + 1] == tokens[: n + 1] else "copy" for n in range(len(chain))]
         return chain

@@ -88,7 +88,7 @@ def _rename_weights(weights: Weights) -> Iterator[tuple[str, Tensor]]:
 
 
 class EaglePromptLookupForCausalLM(FurtherTokens, EagleLlamaForCausalLM):
-    """An EAGLE-1 draft. It drafts with the target's head, and only tokens of its own vocabulary."""
+    """An EAGLE-1 draft with the target's head. It drafts tokens of its own vocabulary alone, if the export has one."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)

@@ -5,6 +5,7 @@ forward, and the draft itself for the others: Jakiro's last token (arXiv 2502.06
 all but the first of Hydra. With prompt lookup, each request then gets the chain with the most expected tokens.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ class FurtherTokens:
     """The methods that a draft adds to a model of vLLM, so that a `Proposer` drafts with it."""
 
     config: Any
+    compute_logits: Callable[[Tensor], Any]
+    place = 0  # in the chain, of the token that is predicted from another one's forward; 0 in forwards
 
     def needs_proposer(self) -> bool:
         """Return whether the draft requires a `Proposer`: not where each token needs a forward and none is copied."""
@@ -38,15 +41,22 @@ class FurtherTokens:
         """
         raise NotImplementedError
 
+    def get_top_tokens(self, hidden_states: Tensor) -> Tensor:
+        """Return the likeliest tokens (requests). vLLM's own method, which `use_local_argmax_reduction` calls, does not
+        know what these drafts' `compute_logits` add to the head's product.
+        """
+        return self.compute_logits(hidden_states).argmax(dim=-1)
+
 
 class Proposer(EagleProposer):
     """A proposer of drafts with `FurtherTokens`."""
 
     def prepare(self) -> None:
         """Prepare for the model, which is loaded. Raise ValueError for settings that prompt lookup does not support."""
-        self._is_counting = get_tensor_model_parallel_rank() == 0
-        length = getattr(self.model.config, "prompt_lookup", None)
-        self._lookup = Lookup(length, self._is_counting) if length else None
+        self._draft = _unwrap(self.model)
+        self._is_first = get_tensor_model_parallel_rank() == 0  # the rank that replies to vLLM's scheduler
+        self._most_drafted = length = getattr(self.model.config, "prompt_lookup", None)
+        self._lookup = Lookup() if length and self._is_first else None
         if length and not self.speculative_config.disable_padded_drafter_batch:
             raise ValueError('prompt lookup requires "disable_padded_drafter_batch": true in --speculative-config')
         if length and self._enable_probabilistic_draft_probs:
@@ -70,9 +80,14 @@ class Proposer(EagleProposer):
         self._log_probs.append(best - logits.logsumexp(-1))
         return tokens
 
+    def build_per_group_and_layer_attn_metadata(self, *inputs: Any, **more: Any) -> Any:
+        if self._is_first:
+            FORWARDS.inc()  # the base class calls this once for each forward of a round
+        return super().build_per_group_and_layer_attn_metadata(*inputs, **more)
+
     def _draft_length(self, tokens: int) -> int:
         """Return how many of a chain's tokens the draft drafts."""
-        return min(tokens, self._lookup.draft_length) if self._lookup else tokens
+        return min(tokens, self._most_drafted or tokens)
 
     def dummy_run(self, *inputs: Any, **more: Any) -> None:
         """Run as many forwards as a round has: ranks without a request keep pace with the others."""
@@ -84,27 +99,35 @@ class Proposer(EagleProposer):
             self.num_speculative_tokens = tokens
 
     def propose(self, num_speculative_tokens: int, *inputs: Any, **more: Any) -> Tensor | list[list[int]]:
-        """Return the draft tokens (requests, K); with prompt lookup a list for each request. The probabilities that
-        they were drawn with, if they were drawn, are kept as the base class keeps them.
+        """Return the draft tokens (requests, K); with prompt lookup a list for each request, empty except on the first
+        rank. The probabilities that they were drawn with, if they were drawn, are kept as the base class keeps them.
         """
         self._log_probs: list[Tensor] = []
+        self._draft.place = 0
         count = self._draft_length(num_speculative_tokens)
         forwards = self.model.count_forwards(count)
         tokens = super().propose(forwards, *inputs, **more)
         rows = self._rows if forwards == 1 else self.arange[: len(tokens)]
-        for _ in range(forwards, count):
+        for place in range(forwards, count):
+            self._draft.place = place
             features, probs = self.model.predict_next(rows, tokens), self._last_draft_probs
             further, further_probs = self._sample_draft_tokens(features, more["sampling_metadata"])
             tokens = torch.cat([tokens, further.view(-1, 1).to(tokens.dtype)], dim=1)
             if probs is not None and further_probs is not None:
                 self._last_draft_probs = torch.cat([probs, further_probs[:, None]], dim=1)
         self.num_speculative_tokens = num_speculative_tokens
-        if self._is_counting:
+        if self._is_first:
             ROUNDS.inc()
-            FORWARDS.inc(max(forwards, 1))
-        if self._lookup is None or not num_speculative_tokens:
+        if not self._most_drafted or not num_speculative_tokens:
             return tokens
+        if self._lookup is None:
+            return [[] for _ in tokens]
         return self._lookup.chains(tokens, torch.stack(self._log_probs, dim=1), num_speculative_tokens)
+
+
+def _unwrap(model: Any) -> Any:
+    """Return the model itself where vLLM has wrapped it for CUDA graphs."""
+    return getattr(model, "unwrap", lambda: model)()
 
 
 def install(vllm_config: Any) -> None:
@@ -121,8 +144,7 @@ def install(vllm_config: Any) -> None:
         return
 
     def initialize_attn_backend(self: Any, *inputs: Any, **more: Any) -> Any:
-        model = getattr(self.model, "unwrap", lambda: self.model)()  # of a wrapper for CUDA graphs
-        if type(self) is EagleProposer and isinstance(model, FurtherTokens):
+        if type(self) is EagleProposer and isinstance(_unwrap(self.model), FurtherTokens):
             self.__class__ = Proposer
             self.prepare()
         return super(EagleProposer, self).initialize_attn_backend(*inputs, **more)

@@ -30,7 +30,7 @@ from pipeline.lm.model import (
 )
 
 MODULE = "vllm_jakiro.engine"
-PACKAGE = "0.5.0"  # the required version of infra/vllm_jakiro, which defines the messages
+PACKAGE = "0.5.1"  # the required version of infra/vllm_jakiro, which defines the messages
 # Run in the engine's Python.
 VERSIONS = """
 import importlib.metadata as metadata, json
