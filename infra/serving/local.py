@@ -26,12 +26,8 @@ from pipeline.recipe.recipe import Recipe
 from pipeline.serving.export import LOOKUP, LOOKUP_CHAIN
 
 CHAIN, TOKENS = 3, 40
-CHAINS = {
-    "jakiro-scalar": 2,
-    "gumiho": 5,
-    "hydra": 4,
-    "hydra-shared": 4,
-}  # draft tokens of a chain, by the draft's name, if not CHAIN
+# Draft tokens of a chain, by the draft's name, if not CHAIN.
+CHAINS = {"jakiro-scalar": 2, "gumiho": 5, "hydra": 4, "hydra-shared": 4}
 WITH_LOOKUP = f" + {LOOKUP}"
 
 

@@ -6,8 +6,8 @@ llama.cpp and vLLM load the embedded target and the drafts of infra/recipes/serv
 prompts greedily with chains of draft tokens, and so does our decoding. The same is done with tiny targets with scaled
 RoPE (infra/serving/tiny.py), after prompts of up to 1,500 tokens. A row of the table is a draft in an engine. An
 EAGLE-3 draft has one row more: it compares the acceptance estimated in training, along vLLM's answers and from the
-states that vLLM captured meanwhile, with what vLLM serves. The exit status is 1 if a token, a count or
-the number of draft forwards in a round differs, or if the counts of draft tokens by source do not add up to vLLM's.
+states that vLLM captured meanwhile, with what vLLM serves. The exit status is 1 if a token, a count or the number of
+draft forwards in a round differs, or if the counts of draft tokens by source do not add up to vLLM's.
 """
 
 import argparse

@@ -29,7 +29,7 @@ class StandIn:
     def __init__(self, model, probabilistic=False, padded=True):
         self.model, self._enable_probabilistic_draft_probs = model, probabilistic
         self.speculative_config = SimpleNamespace(disable_padded_drafter_batch=not padded)
-        self.arange, self.asked, self.built, self.num_speculative_tokens = torch.arange(16), [], 0, 3
+        self.arange, self.asked, self.num_speculative_tokens = torch.arange(16), [], 3
 
     def initialize_attn_backend(self, *_):
         return "initialised"
@@ -44,7 +44,7 @@ class StandIn:
         return 9, torch.tensor([3, 7]), None
 
     def build_per_group_and_layer_attn_metadata(self):
-        self.built += 1
+        """vLLM's proposer calls this once before each forward."""
 
     def _greedy_sample(self, hidden):
         return self.model.compute_logits(hidden).argmax(-1)

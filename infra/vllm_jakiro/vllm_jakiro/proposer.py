@@ -25,7 +25,7 @@ class FurtherTokens:
 
     config: Any
     compute_logits: Callable[[Tensor], Any]
-    place = 0  # in the chain, of the token that is predicted from another one's forward; 0 in forwards
+    place = 0  # the index in the chain of the token that `predict_next` predicts; 0 during the forwards
 
     def needs_proposer(self) -> bool:
         """Return whether the draft requires a `Proposer`: not where each token needs a forward and none is copied."""
@@ -55,7 +55,7 @@ class Proposer(EagleProposer):
         """Prepare for the model, which is loaded. Raise ValueError for settings that prompt lookup does not support."""
         self._draft = _unwrap(self.model)
         self._is_first = get_tensor_model_parallel_rank() == 0  # the rank that replies to vLLM's scheduler
-        self._most_drafted = length = getattr(self.model.config, "prompt_lookup", None)
+        self._most_drafted = length = getattr(self._draft.config, "prompt_lookup", None)
         self._lookup = Lookup() if length and self._is_first else None
         if length and not self.speculative_config.disable_padded_drafter_batch:
             raise ValueError('prompt lookup requires "disable_padded_drafter_batch": true in --speculative-config')
@@ -92,7 +92,7 @@ class Proposer(EagleProposer):
     def dummy_run(self, *inputs: Any, **more: Any) -> None:
         """Run as many forwards as a round has: ranks without a request keep pace with the others."""
         tokens = self.num_speculative_tokens
-        self.num_speculative_tokens = max(self.model.count_forwards(self._draft_length(tokens)), 1)
+        self.num_speculative_tokens = max(self._draft.count_forwards(self._draft_length(tokens)), 1)
         try:
             super().dummy_run(*inputs, **more)
         finally:
@@ -105,12 +105,12 @@ class Proposer(EagleProposer):
         self._log_probs: list[Tensor] = []
         self._draft.place = 0
         count = self._draft_length(num_speculative_tokens)
-        forwards = self.model.count_forwards(count)
+        forwards = self._draft.count_forwards(count)
         tokens = super().propose(forwards, *inputs, **more)
         rows = self._rows if forwards == 1 else self.arange[: len(tokens)]
         for place in range(forwards, count):
             self._draft.place = place
-            features, probs = self.model.predict_next(rows, tokens), self._last_draft_probs
+            features, probs = self._draft.predict_next(rows, tokens), self._last_draft_probs
             further, further_probs = self._sample_draft_tokens(features, more["sampling_metadata"])
             tokens = torch.cat([tokens, further.view(-1, 1).to(tokens.dtype)], dim=1)
             if probs is not None and further_probs is not None:
